@@ -1,0 +1,51 @@
+"""What NVML says about the cards, as plain values. Bytes everywhere."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHolder:
+    """A process that NVML lists on a card. `pid` is None where NVML cannot name it (0, or another PID namespace)."""
+
+    pid: int | None
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One card. `used_bytes` counts what the driver reserves for itself too, so an idle card is never at 0."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    used_bytes: int
+    holders: tuple[GpuHolder, ...] = ()
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """All cards at one moment (`time`: Unix seconds)."""
+
+    time: float
+    driver: str
+    gpus: tuple[Gpu, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(gpu.used_bytes for gpu in self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUnknown:
+    """No reading could be had (driver hung, NVML missing). Never to be read as 'free'."""
+
+    time: float
+    reason: str
+
+
+GpuAnswer = GpuReading | GpuUnknown
