@@ -61,11 +61,13 @@ class UnitSnapshot:
     inactive_exit: float = 0.0
     restarts: int = 0
     job: int = 0  # id of the queued job, 0 for none
+    job_type: str = ""  # start, stop, restart …; empty where no job is queued
     fragment: str = ""
     drop_ins: tuple[str, ...] = ()
     environment_files: tuple[str, ...] = ()
     need_daemon_reload: bool = False
-    exec_start: tuple[str, ...] = ()
+    exec_start: tuple[str, ...] = ()  # of the first ExecStart= line, variables not expanded
+    exec_start_count: int = 0
     control_group: str = ""
     kill_mode: str = ""
     restart: str = ""

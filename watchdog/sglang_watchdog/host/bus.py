@@ -1,0 +1,287 @@
+"""systemd by D-Bus: two connections, one that only listens and one that only asks.
+
+pystemd keeps Python's global lock while it waits for a reply, so a worker thread would freeze with the loop all the
+same. Calls are therefore made in place and bounded by sd-bus itself (`SYSTEMD_BUS_TIMEOUT`), and what can take longer
+than that (daemon-reload) goes through `systemctl` in a process of its own. The listening connection is never used for
+calls: a reply would leave signals in sd-bus's queue, where no readable file descriptor announces them.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pystemd.dbusexc import DBusBaseError
+from pystemd.dbuslib import DBus, apply_signature, path_decode
+
+from sglang_watchdog.domain.errors import BusError, JobRefused
+from sglang_watchdog.domain.unit import ActiveState, ExitCode, ServiceResult, UnitSnapshot
+
+CALL_TIMEOUT_S = 5
+# Read by libsystemd when a connection is opened; its own default of 25 s would outlast our WatchdogSec=.
+os.environ.setdefault("SYSTEMD_BUS_TIMEOUT", f"{CALL_TIMEOUT_S}s")
+
+_SYSTEMD = b"org.freedesktop.systemd1"
+_ROOT = b"/org/freedesktop/systemd1"
+_MANAGER = b"org.freedesktop.systemd1.Manager"
+_UNIT = b"org.freedesktop.systemd1.Unit"
+_SERVICE = b"org.freedesktop.systemd1.Service"
+_PROPERTIES = b"org.freedesktop.DBus.Properties"
+_UNIT_PREFIX = b"/org/freedesktop/systemd1/unit"
+_INFINITY = 2**64 - 1
+
+Properties = Mapping[bytes, Any]
+
+
+class HintKind(StrEnum):
+    """Why to look again. A signal is a hint, never a fact: the state is re-read."""
+
+    CHANGED = "changed"
+    JOB_NEW = "job_new"
+    JOB_REMOVED = "job_removed"
+    RELOADING = "reloading"
+    RELOADED = "reloaded"
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """`unit` is empty where the hint concerns all units (a reload of the manager)."""
+
+    kind: HintKind
+    unit: str = ""
+    job: int = 0
+    job_result: str = ""
+
+
+class Systemd:
+    """The asking connection. Each method is one bounded round trip, or raises `BusError`."""
+
+    def __init__(self) -> None:
+        self._bus: DBus | None = None
+
+    def open(self) -> None:
+        self._bus = _opened()
+
+    def close(self) -> None:
+        if self._bus is not None:
+            self._bus.close()
+            self._bus = None
+
+    def snapshot(self, unit: str) -> UnitSnapshot:
+        """One consistent reading: one GetAll for the unit, one for the service."""
+        path = self._path(unit)
+        general = self._all(path, _UNIT)
+        service = self._all(path, _SERVICE)
+        job_id, job_path = general.get(b"Job", (0, b"/"))
+        return _snapshot(unit, general, service, self._job_type(job_path) if job_id else "")
+
+    def ref(self, unit: str) -> None:
+        """Keeps the unit loaded as long as this connection lives, so that Result and InvocationID of a stopped,
+        not enabled unit are not forgotten."""
+        self._unit_call(unit, b"Ref")
+
+    def unref(self, unit: str) -> None:
+        self._unit_call(unit, b"Unref")
+
+    def start(self, unit: str) -> int:
+        """Queues a start in mode `fail` and returns the job id. Raises `JobRefused` where another job is queued."""
+        return self._job(b"StartUnit", unit)
+
+    def stop(self, unit: str) -> int:
+        """Queues a stop in mode `fail` and returns the job id; the id of a queued stop, whoever asked for that."""
+        return self._job(b"StopUnit", unit)
+
+    def reset_failed(self, unit: str) -> None:
+        self._manager(b"ResetFailedUnit", b"s", unit)
+
+    def kill(self, unit: str, signal: int) -> None:
+        """Sends a signal to every process of the unit's cgroup: systemd does it, so no pid can be mistaken."""
+        self._manager(b"KillUnit", b"ssi", unit, "all", signal)
+
+    def version(self) -> str:
+        body = self._call(_ROOT, _PROPERTIES, b"Get", b"ss", _MANAGER, b"Version").decode()
+        return str(body)
+
+    def units(self, pattern: str) -> tuple[str, ...]:
+        """Names of loaded units that match a glob. For commands only: never polled."""
+        rows = self._manager(b"ListUnitsByPatterns", b"asas", [], [pattern.encode()])
+        return tuple(sorted(row[0].decode() for row in rows or ()))
+
+    def _path(self, unit: str) -> bytes:
+        path: bytes = self._manager(b"LoadUnit", b"s", unit)
+        return path
+
+    def _all(self, path: bytes, interface: bytes) -> Properties:
+        properties: Properties = self._call(path, _PROPERTIES, b"GetAll", b"s", interface)
+        return properties
+
+    def _unit_call(self, unit: str, method: bytes) -> None:
+        self._call(self._path(unit), _UNIT, method, b"")
+
+    def _job(self, method: bytes, unit: str) -> int:
+        path: bytes = self._manager(method, b"ss", unit, "fail")
+        return int(path.rsplit(b"/", 1)[-1])
+
+    def _job_type(self, path: bytes) -> str:
+        try:
+            kind: bytes = self._call(path, _PROPERTIES, b"Get", b"ss", b"org.freedesktop.systemd1.Job", b"JobType")
+        except BusError:
+            return ""  # the job ended between the two reads
+        return kind.decode()
+
+    def _manager(self, method: bytes, signature: bytes, *args: object) -> Any:
+        return self._call(_ROOT, _MANAGER, method, signature, *args)
+
+    def _call(self, path: bytes, interface: bytes, method: bytes, signature: bytes, *args: object) -> Any:
+        if self._bus is None:
+            raise BusError("the system bus is not connected")
+        words = [word.encode() if isinstance(word, str) else word for word in args]
+        try:
+            return self._bus.call_method(_SYSTEMD, path, interface, method, apply_signature(signature, words)).body
+        except DBusBaseError as error:
+            raise _translated(error, method.decode()) from error
+
+
+class SignalFeed:
+    """The listening connection. Watch `fileno()` for reading, then take what `drain()` gives."""
+
+    def __init__(self, units: tuple[str, ...]) -> None:
+        self._units = units
+        self._bus: DBus | None = None
+
+    def open(self) -> None:
+        bus = _opened()
+        for unit in self._units:
+            path = bus.call_method(_SYSTEMD, _ROOT, _MANAGER, b"LoadUnit", apply_signature(b"s", [unit.encode()])).body
+            bus.match_signal(_SYSTEMD, path, _PROPERTIES, b"PropertiesChanged", _on_signal)
+        for member in (b"JobNew", b"JobRemoved", b"Reloading"):
+            bus.match_signal(_SYSTEMD, _ROOT, _MANAGER, member, _on_signal)
+        bus.call_method(_SYSTEMD, _ROOT, _MANAGER, b"Subscribe", [])
+        self._bus = bus
+
+    def close(self) -> None:
+        if self._bus is not None:
+            self._bus.close()
+            self._bus = None
+
+    def fileno(self) -> int:
+        if self._bus is None:
+            raise BusError("the system bus is not connected")
+        return int(self._bus.get_fd())
+
+    def drain(self) -> list[Hint]:
+        """Handles every queued message (process() takes one at a time). Raises `BusError` once the bus is gone."""
+        if self._bus is None:
+            raise BusError("the system bus is not connected")
+        with _collected() as hints:
+            try:
+                while not self._bus.process().is_empty():
+                    pass
+            except DBusBaseError as error:
+                raise _translated(error, "reading signals") from error
+        return [hint for hint in hints if not hint.unit or hint.unit in self._units]
+
+
+# match_signal keeps a bare pointer to its callback and takes no reference: a module-level function lives for ever.
+_collector: list[Hint] | None = None
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[list[Hint]]:
+    global _collector
+    _collector = []
+    try:
+        yield _collector
+    finally:
+        _collector = None
+
+
+def _on_signal(message: Any, error: object = None, userdata: object = None) -> None:  # noqa: ARG001 (pystemd's call)
+    message.process_reply(True)
+    hint = _hint(message.headers["Member"], message.headers["Path"], message.body)
+    if hint is not None and _collector is not None:
+        _collector.append(hint)
+
+
+def _hint(member: bytes, path: bytes, body: Any) -> Hint | None:
+    match member:
+        case b"PropertiesChanged":
+            return Hint(HintKind.CHANGED, path_decode(path, _UNIT_PREFIX).decode())
+        case b"JobNew":
+            return Hint(HintKind.JOB_NEW, body[2].decode(), job=body[0])
+        case b"JobRemoved":
+            return Hint(HintKind.JOB_REMOVED, body[2].decode(), job=body[0], job_result=body[3].decode())
+        case b"Reloading":
+            return Hint(HintKind.RELOADING if body else HintKind.RELOADED)
+        case _:
+            return None
+
+
+def _opened() -> DBus:
+    bus = DBus()
+    try:
+        bus.open()
+    except DBusBaseError as error:
+        raise BusError("the system bus cannot be reached: is systemd PID 1 here, and dbus running?") from error
+    return bus
+
+
+def _translated(error: DBusBaseError, what: str) -> BusError:
+    name = type(error).__name__
+    text = error.err_message.decode() if isinstance(error.err_message, bytes) else str(error.err_message)
+    kind: Callable[..., BusError] = JobRefused if name == "DBusTransactionIsDestructiveError" else BusError
+    return kind(f"systemd: {what}: {text or os.strerror(abs(error.errno))}", name)
+
+
+def _snapshot(unit: str, general: Properties, service: Properties, job_type: str) -> UnitSnapshot:
+    commands = service.get(b"ExecStart") or []
+    return UnitSnapshot(
+        name=unit,
+        load_state=_text(general, b"LoadState"),
+        active_state=ActiveState(_text(general, b"ActiveState")),
+        sub_state=_text(general, b"SubState"),
+        unit_file_state=_text(general, b"UnitFileState"),
+        invocation=bytes(general.get(b"InvocationID") or ()).hex(),
+        result=_result(_text(service, b"Result")),
+        exec_main_code=ExitCode(service.get(b"ExecMainCode", 0)),
+        exec_main_status=service.get(b"ExecMainStatus", 0),
+        exec_main_pid=service.get(b"ExecMainPID", 0),
+        main_pid=service.get(b"MainPID", 0),
+        exec_main_started=service.get(b"ExecMainStartTimestamp", 0) / 1e6,
+        exec_main_exited=service.get(b"ExecMainExitTimestamp", 0) / 1e6,
+        inactive_exit=general.get(b"InactiveExitTimestamp", 0) / 1e6,
+        restarts=service.get(b"NRestarts", 0),
+        job=general.get(b"Job", (0, b""))[0],
+        job_type=job_type,
+        fragment=_text(general, b"FragmentPath"),
+        drop_ins=tuple(path.decode() for path in general.get(b"DropInPaths") or ()),
+        environment_files=tuple(row[0].decode() for row in service.get(b"EnvironmentFiles") or ()),
+        need_daemon_reload=bool(general.get(b"NeedDaemonReload")),
+        exec_start=tuple(word.decode(errors="surrogateescape") for word in commands[0][1]) if commands else (),
+        exec_start_count=len(commands),
+        control_group=_text(service, b"ControlGroup"),
+        kill_mode=_text(service, b"KillMode"),
+        restart=_text(service, b"Restart"),
+        restart_delay=_seconds(service.get(b"RestartUSec")),
+        stop_timeout=_seconds(service.get(b"TimeoutStopUSec")),
+        service_type=_text(service, b"Type"),
+        known=frozenset(key.decode() for key in (*general, *service)),
+    )
+
+
+def _text(properties: Properties, key: bytes) -> str:
+    value: bytes = properties.get(key) or b""
+    return value.decode(errors="surrogateescape")
+
+
+def _result(text: str) -> ServiceResult:
+    try:
+        return ServiceResult(text)
+    except ValueError:  # a newer systemd's word
+        return ServiceResult.UNKNOWN
+
+
+def _seconds(microseconds: int | None) -> float | None:
+    return None if microseconds is None or microseconds == _INFINITY else microseconds / 1e6
