@@ -1,6 +1,6 @@
 """A systemd service unit as one consistent reading of its properties."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 
@@ -74,7 +74,8 @@ class UnitSnapshot:
     restart_delay: float | None = None
     stop_timeout: float | None = None
     service_type: str = ""
-    known: frozenset[str] = frozenset()  # which properties the reading held: a `systemctl show` file may be partial
+    # which properties the reading held: a `systemctl show` file may be partial
+    known: frozenset[str] = field(default=frozenset(), repr=False)
 
     @property
     def in_auto_restart(self) -> bool:

@@ -229,10 +229,15 @@ def _opened() -> DBus:
 
 
 def _translated(error: DBusBaseError, what: str) -> BusError:
-    name = type(error).__name__
-    text = error.err_message.decode() if isinstance(error.err_message, bytes) else str(error.err_message)
-    kind: Callable[..., BusError] = JobRefused if name == "DBusTransactionIsDestructiveError" else BusError
+    # pystemd knows some errors by class and passes the others on by their D-Bus name.
+    name = _plain(error.err_name) or type(error).__name__
+    text = _plain(error.err_message)
+    kind: Callable[..., BusError] = JobRefused if name.endswith(".TransactionIsDestructive") else BusError
     return kind(f"systemd: {what}: {text or os.strerror(abs(error.errno))}", name)
+
+
+def _plain(word: bytes | str) -> str:
+    return word.decode(errors="replace") if isinstance(word, bytes) else word
 
 
 def _snapshot(unit: str, general: Properties, service: Properties, job_type: str) -> UnitSnapshot:

@@ -1,0 +1,48 @@
+"""What is proven of a base: configs that served, and configs that do not fit."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_watchdog.domain.failure import FailureClass
+from sglang_watchdog.domain.speculation import Command, SpeculationConfig
+
+# Options that say where a server listens or how it logs, not what it needs of a card.
+_NOT_OF_THE_BASE = frozenset({"--host", "--port", "--log-level", "--log-level-http", "--api-key", "--admin-api-key"})
+
+
+@dataclass(frozen=True, slots=True)
+class KnownGood:
+    """A config that became ready, generated real tokens and held for the soak time."""
+
+    unit: str
+    base: str
+    config: SpeculationConfig
+    invocation: str
+    proven: float  # Unix seconds
+    max_total_num_tokens: int | None = None
+    max_running_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """A config proven not to fit this base."""
+
+    unit: str
+    base: str
+    config: SpeculationConfig
+    failure: FailureClass
+    invocation: str
+    seen: float
+
+
+def base_of(
+    argv: Sequence[str], managed: frozenset[str], *, version: str, driver: str, gpus: Sequence[str], model_digest: str
+) -> str:
+    """Names what a proof holds for: the rest of the command, SGLang's version, the driver, the cards and the model's
+    content (a digest of its config and weight index; its path is in the command)."""
+    command = Command.parse(argv).without(managed)
+    options = sorted((name, list(values)) for name, values in command.options if name not in _NOT_OF_THE_BASE)
+    facts = [list(command.head), options, version, driver, sorted(gpus), model_digest]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

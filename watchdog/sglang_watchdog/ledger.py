@@ -1,0 +1,225 @@
+"""The ledger: what the watchdog saw, decided and did, in one SQLite file.
+
+WAL with synchronous=FULL: what was recorded before an action is there after a power cut. Values are stored as the
+JSON of the domain's dataclasses, and the columns beside them are what is searched for.
+"""
+
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from sglang_watchdog.domain.errors import LedgerError
+from sglang_watchdog.domain.failure import FailureClass
+from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
+from sglang_watchdog.domain.known_good import Ceiling, KnownGood
+from sglang_watchdog.domain.launch import Launch
+from sglang_watchdog.domain.speculation import SpeculationConfig
+
+SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE launches (
+    invocation TEXT PRIMARY KEY, unit TEXT NOT NULL, started REAL NOT NULL, ended REAL, failure TEXT,
+    record TEXT NOT NULL) STRICT;
+CREATE INDEX launches_by_unit ON launches (unit, started);
+CREATE TABLE incidents (
+    id TEXT PRIMARY KEY, unit TEXT NOT NULL, opened REAL NOT NULL, outcome TEXT NOT NULL, record TEXT NOT NULL) STRICT;
+CREATE INDEX incidents_by_unit ON incidents (unit, opened);
+CREATE TABLE intents (
+    id INTEGER PRIMARY KEY, incident TEXT NOT NULL REFERENCES incidents, step TEXT NOT NULL, begun REAL NOT NULL,
+    finished REAL, outcome TEXT NOT NULL DEFAULT '') STRICT;
+CREATE TABLE known_good (
+    unit TEXT NOT NULL, base TEXT NOT NULL, config TEXT NOT NULL, proven REAL NOT NULL,
+    demoted TEXT NOT NULL DEFAULT '', record TEXT NOT NULL, PRIMARY KEY (unit, base, config)) STRICT;
+CREATE TABLE ceilings (
+    unit TEXT NOT NULL, base TEXT NOT NULL, config TEXT NOT NULL, seen REAL NOT NULL, record TEXT NOT NULL,
+    PRIMARY KEY (unit, base, config)) STRICT;
+"""
+T = TypeVar("T")
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {
+    kind: TypeAdapter(kind) for kind in (Launch, Incident, KnownGood, Ceiling, SpeculationConfig)
+}
+
+
+class Ledger:
+    """Raises `LedgerError` in one sentence where the file cannot be used; never alters a file it does not know."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._db = connection
+        self.path = path
+
+    @classmethod
+    def open(cls, path: Path, *, read_only: bool = False) -> "Ledger":
+        mode = "ro" if read_only else "rwc"
+        try:
+            db = sqlite3.connect(f"file:{path}?mode={mode}", uri=True, isolation_level=None, timeout=5)
+            ledger = cls(db, path)
+            ledger._prepare(read_only)
+        except sqlite3.Error as error:
+            raise LedgerError(f"the ledger {path} cannot be opened: {error}") from error
+        return ledger
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _prepare(self, read_only: bool) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version > SCHEMA_VERSION:
+            self._db.close()
+            raise LedgerError(
+                f"the ledger {self.path} was written by a newer sglang-watchdog (schema {version}, this one knows "
+                f"{SCHEMA_VERSION}); nothing in it was changed. Install that version again, or move the file away."
+            )
+        if read_only:
+            return
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        if version == 0:
+            with self._transaction():
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+    # Launches
+
+    def save_launch(self, launch: Launch, failure: FailureClass | None = None) -> None:
+        self._write(
+            "INSERT INTO launches VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (invocation) DO UPDATE SET "
+            "ended=excluded.ended, failure=coalesce(excluded.failure, failure), record=excluded.record",
+            (launch.invocation, launch.unit, launch.started, launch.ended, failure, _dumped(Launch, launch)),
+        )
+
+    def launch(self, invocation: str) -> Launch | None:
+        rows = self._rows("SELECT record FROM launches WHERE invocation=?", (invocation,))
+        return _loaded(Launch, rows[0][0]) if rows else None
+
+    def launches(self, unit: str, limit: int = 50) -> list[tuple[Launch, FailureClass | None]]:
+        """Newest first."""
+        rows = self._rows(
+            "SELECT record, failure FROM launches WHERE unit=? ORDER BY started DESC LIMIT ?", (unit, limit)
+        )
+        return [(_loaded(Launch, record), FailureClass(failure) if failure else None) for record, failure in rows]
+
+    # Incidents and intents
+
+    def open_incident(self, incident: Incident) -> Incident:
+        """Stores a new incident under a fresh id."""
+        incident = replace(incident, id=uuid.uuid4().hex[:12])
+        self._write(
+            "INSERT INTO incidents VALUES (?, ?, ?, ?, ?)",
+            (incident.id, incident.unit, incident.opened, incident.outcome, _dumped(Incident, incident)),
+        )
+        return incident
+
+    def close_incident(self, incident: Incident, outcome: Outcome, reason: str = "") -> Incident:
+        closed = replace(incident, outcome=outcome, closed=time.time(), reason=reason or incident.reason)
+        self._write(
+            "UPDATE incidents SET outcome=?, record=? WHERE id=?",
+            (outcome, _dumped(Incident, closed), incident.id),
+        )
+        return closed
+
+    def incidents(self, unit: str | None = None, limit: int = 50) -> list[Incident]:
+        """Newest first; of all units where `unit` is None."""
+        rows = self._rows(
+            "SELECT record FROM incidents WHERE ?1 IS NULL OR unit=?1 ORDER BY opened DESC LIMIT ?2", (unit, limit)
+        )
+        return [_loaded(Incident, row[0]) for row in rows]
+
+    def open_incidents(self) -> list[Incident]:
+        rows = self._rows("SELECT record FROM incidents WHERE outcome=? ORDER BY opened", (Outcome.OPEN,))
+        return [_loaded(Incident, row[0]) for row in rows]
+
+    @contextmanager
+    def intent(self, incident: str, step: Step) -> Iterator[None]:
+        """Records the step before the body runs and its outcome after it. A body that is never left (we were killed)
+        leaves the intent open, which is what the next start of the daemon looks for."""
+        cursor = self._write(
+            "INSERT INTO intents (incident, step, begun) VALUES (?, ?, ?)", (incident, step, time.time())
+        )
+        outcome = "failed"
+        try:
+            yield
+            outcome = "done"
+        finally:
+            self._write("UPDATE intents SET finished=?, outcome=? WHERE id=?", (time.time(), outcome, cursor.lastrowid))
+
+    def intents(self, incident: str) -> list[Intent]:
+        rows = self._rows(
+            "SELECT id, incident, step, begun, finished, outcome FROM intents WHERE incident=? ORDER BY id", (incident,)
+        )
+        return [Intent(row[0], row[1], Step(row[2]), *row[3:]) for row in rows]
+
+    # What is proven
+
+    def save_known_good(self, good: KnownGood) -> None:
+        self._write(
+            "INSERT OR REPLACE INTO known_good VALUES (?, ?, ?, ?, '', ?)",
+            (good.unit, good.base, _key(good.config), good.proven, _dumped(KnownGood, good)),
+        )
+
+    def known_good(self, unit: str, base: str) -> list[KnownGood]:
+        """Proven and not demoted, newest proof first."""
+        rows = self._rows(
+            "SELECT record FROM known_good WHERE unit=? AND base=? AND demoted='' ORDER BY proven DESC", (unit, base)
+        )
+        return [_loaded(KnownGood, row[0]) for row in rows]
+
+    def demote(self, good: KnownGood, reason: str) -> None:
+        self._write(
+            "UPDATE known_good SET demoted=? WHERE unit=? AND base=? AND config=?",
+            (reason, good.unit, good.base, _key(good.config)),
+        )
+
+    def save_ceiling(self, ceiling: Ceiling) -> None:
+        self._write(
+            "INSERT OR REPLACE INTO ceilings VALUES (?, ?, ?, ?, ?)",
+            (ceiling.unit, ceiling.base, _key(ceiling.config), ceiling.seen, _dumped(Ceiling, ceiling)),
+        )
+
+    def ceilings(self, unit: str, base: str) -> list[Ceiling]:
+        rows = self._rows("SELECT record FROM ceilings WHERE unit=? AND base=? ORDER BY seen DESC", (unit, base))
+        return [_loaded(Ceiling, row[0]) for row in rows]
+
+    # The file
+
+    def _rows(self, sql: str, parameters: tuple[object, ...]) -> list[Any]:
+        try:
+            return self._db.execute(sql, parameters).fetchall()
+        except sqlite3.Error as error:
+            raise LedgerError(f"the ledger {self.path} cannot be read: {error}") from error
+
+    def _write(self, sql: str, parameters: tuple[object, ...]) -> sqlite3.Cursor:
+        try:
+            return self._db.execute(sql, parameters)
+        except sqlite3.Error as error:
+            raise LedgerError(f"the ledger {self.path} cannot be written: {error}") from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except sqlite3.Error:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def _dumped(kind: type[T], value: T) -> str:
+    return _ADAPTERS[kind].dump_json(value).decode()
+
+
+def _loaded(kind: type[T], text: str) -> T:
+    value: T = _ADAPTERS[kind].validate_json(text)
+    return value
+
+
+def _key(config: SpeculationConfig) -> str:
+    return _dumped(SpeculationConfig, config)
