@@ -1,0 +1,64 @@
+"""Fixtures for tests that need a real systemd. Hosts are shared: such a test makes units of its own `unit_name`."""
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from lab.host import Base, LabHost, LabUnavailable
+
+LabFactory = Callable[..., AbstractContextManager[LabHost]]
+
+
+@contextmanager
+def _lab_required() -> Iterator[None]:
+    """Without a lab the test is skipped; in CI, which is there to run these tests, it fails."""
+    try:
+        yield
+    except LabUnavailable as unavailable:
+        if os.environ.get("CI"):
+            pytest.fail(f"no lab: {unavailable}", pytrace=False)
+        pytest.skip(f"no lab: {unavailable}")
+
+
+@contextmanager
+def _host(*args: Any, **options: Any) -> Iterator[LabHost]:
+    with _lab_required(), LabHost.boot(*args, **options) as host:
+        yield host
+
+
+@pytest.fixture
+def lab_factory() -> LabFactory:
+    """`LabHost.boot`, for a test that needs hosts of its own."""
+    return _host
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[LabHost]:
+    """A host on this machine's own systemd, shared by many tests."""
+    with _host("shared") as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def lab13() -> Iterator[LabHost]:
+    """As `lab`, on Debian 13."""
+    with _host("shared13", base=Base.DEBIAN13) as host:
+        yield host
+
+
+@pytest.fixture(params=[Base.DEBIAN12, pytest.param(Base.DEBIAN13, marks=pytest.mark.lab13)], ids=str)
+def systemd_host(request: pytest.FixtureRequest) -> LabHost:
+    """The shared host of either version: a test that asks for it runs on both."""
+    host = request.getfixturevalue("lab13" if request.param is Base.DEBIAN13 else "lab")
+    assert isinstance(host, LabHost)
+    return host
+
+
+@pytest.fixture
+def unit_name() -> str:
+    """A service name that no other test uses."""
+    return f"t-{uuid.uuid4().hex[:8]}.service"

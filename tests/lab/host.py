@@ -1,0 +1,317 @@
+"""A real systemd host in about a second: boot it, run commands in it, read its journal, power it off.
+
+`LabHost` is the test's side of a host: what it is made of, and that it goes away, is the keeper's matter
+(`lab.keeper`). The host is this machine's own root (or a Debian 13) under an overlay in memory, booted by
+systemd-nspawn, with the checkout and its virtual environment at the same paths. It shares this machine's network, so
+ports on 127.0.0.1 are shared too (`free_port`). `/tmp` inside is the host's own.
+"""
+
+import functools
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any
+
+from lab import debian13, keeper
+from lab.cgroups import HostGroups, NoCgroup
+from lab.errors import CommandFailed, LabBootFailed, LabUnavailable
+from lab.keeper import Cgroup
+
+__all__ = ["Base", "Cgroup", "CommandFailed", "LabBootFailed", "LabHost", "LabUnavailable", "free_port", "lab_problem"]
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+MIB = 1024 * 1024
+NEEDED_COMMANDS = ("systemd-nspawn", "nsenter", "unshare", "setpriv", "mount", "umount")
+# A keeper answers a boot or a power-off later than its own deadlines only if the machine is stuck.
+KEEPER_MARGIN_S = 15.0
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    "SYSTEMD_COLORS": "0",
+    "SYSTEMD_PAGER": "",
+}
+
+
+class Base(StrEnum):
+    """The root under a host's overlay. DEBIAN12 is this machine's own `/`, whatever Debian that is."""
+
+    DEBIAN12 = "debian12"
+    DEBIAN13 = "debian13"
+
+    def root(self) -> Path:
+        """The folder to boot from; makes the Debian 13 root first if it is not there yet. Raises LabUnavailable."""
+        match self:
+            case Base.DEBIAN12:
+                return Path("/")
+            case Base.DEBIAN13:
+                return debian13.root()
+
+
+@dataclass(frozen=True)
+class LabHost:
+    """A running host. Made by `LabHost.boot` only; every method may be called from one thread at a time."""
+
+    name: str
+    leader: int
+    """Pid of the host's systemd, as this machine sees it."""
+    _keeper: subprocess.Popen[str]
+
+    @classmethod
+    @contextmanager
+    def boot(
+        cls,
+        name: str = "host",
+        *,
+        memory_bytes: int = 1024 * MIB,
+        disk_bytes: int = 1024 * MIB,
+        base: Base = Base.DEBIAN12,
+        cgroup: Cgroup = Cgroup.UNIFIED,
+        binds: Sequence[Path] = (),
+        kmsg: bool = False,
+    ) -> "Iterator[LabHost]":
+        """Boots a host and powers it off at the end of the block.
+
+        `memory_bytes` bounds all its processes and files together, `disk_bytes` its files. `binds` appear inside at the
+        same path, writable. With `kmsg`, kernel lines (the machine's) reach its journal. Raises LabUnavailable,
+        LabBootFailed.
+        """
+        if problem := lab_problem():
+            raise LabUnavailable(problem)
+        cls.sweep()
+        spec = keeper.Spec(
+            name=f"lab-{name}-{uuid.uuid4().hex[:8]}",
+            lower=str(base.root()),
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            cgroup=cgroup,
+            binds=tuple(str(path) for path in binds),
+            read_only_binds=_always_visible(),
+            kmsg=kmsg,
+        )
+        process = _start_keeper(spec)
+        try:
+            answer = _answer(process, keeper.BOOT_DEADLINE_S)
+            if "leader" not in answer:
+                raise LabBootFailed(answer.get("error", "the keeper ended without a word"))
+            host = cls(spec.name, answer["leader"], process)
+            yield host
+            host.power_off()
+        finally:
+            _end_keeper(process)
+
+    @staticmethod
+    def sweep() -> list[str]:
+        """Removes what hosts of killed keepers left (empty groups, an empty folder); running hosts stay."""
+        return keeper.sweep()
+
+    @property
+    def root(self) -> Path:
+        """The host's root as its own systemd sees it, `/run` and `/tmp` included.
+
+        For opening things (a socket, a log). Absolute links in it lead out of the host, so change files with `write`.
+        """
+        return Path(f"/proc/{self.leader}/root")
+
+    @functools.cached_property
+    def systemd_version(self) -> int:
+        return int(self.run("systemctl", "--version").stdout.split()[1])
+
+    def run(
+        self,
+        *argv: str | Path,
+        check: bool = True,
+        timeout: float = 30.0,
+        env: Mapping[str, str] | None = None,
+        input: str | None = None,  # noqa: A002 - as subprocess.run calls it
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command in the host as root, in `/`, and waits `timeout` seconds at most. Raises CommandFailed."""
+        stdin = subprocess.PIPE if input is not None else subprocess.DEVNULL
+        with self.popen(*argv, env=env, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            try:
+                out, err = process.communicate(input, timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, err = process.communicate()
+                raise CommandFailed(argv, f"still running after {timeout:g} s", out, err) from None
+        if check and process.returncode:
+            raise CommandFailed(argv, f"exit status {process.returncode}", out, err)
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    def popen(
+        self,
+        *argv: str | Path,
+        env: Mapping[str, str] | None = None,
+        stdin: int | IO[Any] | None = subprocess.DEVNULL,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Starts a command in the host. `terminate` and `kill` both end it by SIGKILL, and so does the host's end."""
+        return subprocess.Popen(
+            [*self._enter(), "env", "-i", *(f"{k}={v}" for k, v in {**ENVIRONMENT, **(env or {})}.items()), *argv],
+            cwd="/",
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+
+    def _enter(self) -> list[str]:
+        files = [str(file) for file in HostGroups(self.name).visitor_files]
+        enter = ["sh", "-c", keeper.ENTER_GROUPS, "enter", *files, "--", "nsenter", f"--target={self.leader}", "--all"]
+        # nsenter stays outside as the parent, and signals stop at it: tie the command's life to it.
+        return [*enter, "--", "setpriv", "--pdeathsig", "KILL", "--"]
+
+    def write(self, path: str | Path, text: str, mode: int = 0o644) -> None:
+        """Writes a file in place (no rename), and the folders above it."""
+        script = 'mkdir -p "$(dirname "$1")" && cat >"$1" && chmod "$2" "$1"'
+        self.run("sh", "-c", script, "write", path, f"{mode:o}", input=text)
+
+    def read(self, path: str | Path) -> str:
+        return self.run("cat", path).stdout
+
+    def copy_in(self, src: Path, dst: str | Path) -> None:
+        """Copies a file or a folder to the path `dst` (not into it), and makes the folders above it."""
+        pack = ["tar", "--create", "--file=-", f"--directory={src.parent}", src.name]
+        unpack = 'set -e; t=$(mktemp -d); tar -x -C "$t"; mkdir -p "$(dirname "$1")"; mv -T "$t/$2" "$1"; rmdir "$t"'
+        with (
+            subprocess.Popen(pack, stdout=subprocess.PIPE) as packer,
+            self.popen(
+                "sh", "-c", unpack, "copy", dst, src.name, stdin=packer.stdout, stderr=subprocess.PIPE
+            ) as unpacker,
+        ):
+            _, err = unpacker.communicate(timeout=120)
+        if packer.returncode or unpacker.returncode:
+            raise CommandFailed(("copy_in", src, dst), f"exit status {unpacker.returncode}", "", err)
+
+    def unit(self, name: str, text: str) -> None:
+        """Writes a unit file and has it loaded."""
+        self.write(f"/etc/systemd/system/{name}", text)
+        self.systemctl("daemon-reload")
+
+    def systemctl(self, *args: str, check: bool = True, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+        return self.run("systemctl", *args, check=check, timeout=timeout)
+
+    def show(self, unit: str, *properties: str) -> dict[str, str]:
+        """`systemctl show`: the named properties, or all. A property that is shown twice has its values on lines."""
+        wanted = [f"--property={','.join(properties)}"] if properties else []
+        shown: dict[str, str] = {}
+        for line in self.systemctl("show", *wanted, "--", unit).stdout.splitlines():
+            key, _, value = line.partition("=")
+            shown[key] = f"{shown[key]}\n{value}" if key in shown else value
+        return shown
+
+    def journal(self, *args: str) -> list[dict[str, Any]]:
+        """Entries as `journalctl -o json --all` gives them, everything logged so far included."""
+        self.run("journalctl", "--sync")
+        out = self.run("journalctl", "--output=json", "--all", "--no-pager", "--quiet", *args, timeout=120).stdout
+        return [json.loads(line) for line in out.splitlines()]
+
+    def power_off(self) -> bool:
+        """Shuts the host down in order, by force after 20 s. True if it went in order; once off, does nothing."""
+        stdin = self._keeper.stdin
+        if stdin is None or stdin.closed:
+            return False
+        stdin.write("poweroff\n")
+        stdin.close()
+        in_order = bool(_answer(self._keeper, keeper.POWEROFF_DEADLINE_S).get("clean"))
+        _end_keeper(self._keeper)
+        return in_order
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on right now, on this machine and in every host on it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@functools.cache
+def lab_problem() -> str | None:
+    """What keeps this machine from booting lab hosts, in one line; None if nothing does."""
+    checks: tuple[Callable[[], str | None], ...] = (_root_problem, _command_problem, _mount_problem, _cgroup_problem)
+    return next((problem for check in checks if (problem := check())), None)
+
+
+def _root_problem() -> str | None:
+    return "not root" if os.geteuid() else None
+
+
+def _command_problem() -> str | None:
+    missing = [command for command in NEEDED_COMMANDS if not shutil.which(command)]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+def _mount_problem() -> str | None:
+    """Tries what a boot does, in a mount namespace that goes away with the try."""
+    script = (
+        "mount -t tmpfs -o size=1m none /mnt && mkdir /mnt/u /mnt/w /mnt/root &&"
+        " mount -t overlay -o lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w none /mnt/root"
+    )
+    command = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", script]
+    tried = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    return f"cannot mount an overlay: {' '.join(tried.stderr.split())}" if tried.returncode else None
+
+
+def _cgroup_problem() -> str | None:
+    groups = HostGroups(f"lab-try-{uuid.uuid4().hex[:8]}")
+    try:
+        groups.create(memory_bytes=64 * MIB)
+    except NoCgroup as error:
+        return str(error)
+    finally:
+        groups.remove()
+    return None
+
+
+def _always_visible() -> tuple[str, ...]:
+    """The checkout, the virtual environment and its interpreter, wherever they are (`/tmp`, another file system)."""
+    paths = [CHECKOUT, Path(sys.prefix), Path(sys.base_prefix)]
+    outside = [path for path in paths if path != Path("/usr") and CHECKOUT not in path.parents]
+    return tuple(dict.fromkeys(str(path) for path in outside))
+
+
+def _start_keeper(spec: keeper.Spec) -> subprocess.Popen[str]:
+    command = ["unshare", "--mount", "--propagation", "private", "--", sys.executable, "-m", "lab.keeper"]
+    return subprocess.Popen(
+        [*command, spec.to_json()],
+        cwd=CHECKOUT / "tests",
+        stdin=subprocess.PIPE,  # its end, however this process ends, is the keeper's order to clean up
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a Ctrl-C in the terminal is for the tests; the keeper follows by end of file
+    )
+
+
+def _answer(process: subprocess.Popen[str], deadline_s: float) -> dict[str, Any]:
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], deadline_s + KEEPER_MARGIN_S)
+    line = process.stdout.readline() if readable else ""
+    return dict(json.loads(line)) if line else {}
+
+
+def _end_keeper(process: subprocess.Popen[str]) -> None:
+    """Returns when everything of the host is gone."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    try:
+        process.wait(KEEPER_MARGIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        keeper.sweep()
+    finally:
+        process.stdout.close()

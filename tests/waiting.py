@@ -1,0 +1,25 @@
+"""Waiting for a condition with a deadline: the only way in which tests let time pass."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# Between two looks. Short, because most conditions come true within tens of milliseconds.
+LOOK_EVERY_S = 0.02
+
+
+def wait_until(condition: Callable[[], T], deadline_s: float, what: str) -> T:
+    """Looks until `condition()` is true and returns what it returned.
+
+    Raises AssertionError, which names `what` and the last value seen, after `deadline_s` seconds.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() >= end:
+            raise AssertionError(f"waited {deadline_s:g} s in vain: {what} (last seen: {value!r})")
+        time.sleep(LOOK_EVERY_S)
