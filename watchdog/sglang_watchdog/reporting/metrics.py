@@ -1,0 +1,90 @@
+"""Prometheus metrics. Names and units by Prometheus' conventions; every label value is from a closed set or is a unit
+that the settings name, and every counter is there at 0 before anything happens."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+
+from sglang_watchdog.domain.failure import FailureClass
+from sglang_watchdog.domain.gpu import GpuAnswer, GpuReading
+from sglang_watchdog.domain.incident import Outcome, Step
+from sglang_watchdog.domain.unit import ActiveState
+
+_PREFIX = "sglang_watchdog"
+_STEP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """All metrics of one daemon, in a registry of its own."""
+
+    def __init__(self, units: tuple[str, ...], version: str) -> None:
+        self.registry = CollectorRegistry()
+        self._units = units
+        self.unit_state = self._gauge("unit_state", "1 for the unit's current ActiveState", ("unit", "state"))
+        self.launches = self._counter("launches", "Launches seen", ("unit",))
+        self.failures = self._counter("failures", "Ended launches by diagnosed class", ("unit", "class"))
+        self.incidents = self._counter("incidents", "Closed incidents by outcome", ("unit", "outcome"))
+        self.rollbacks = self._counter("rollbacks", "Speculation configs put back", ("unit",))
+        self.degraded = self._gauge("degraded", "1 while the server runs with less than its proven capacity", ("unit",))
+        self.running_steps = self._gauge(
+            "running_speculative_num_steps", "--speculative-num-steps of the running launch, 0 without", ("unit",)
+        )
+        self.known_good_steps = self._gauge(
+            "known_good_speculative_num_steps", "--speculative-num-steps of the newest known-good config", ("unit",)
+        )
+        self.config = self._info("config", "Speculation config, as words: running and known_good", ("unit",))
+        self.step_seconds = Histogram(
+            f"{_PREFIX}_recovery_step_seconds",
+            "Time that each step of a recovery took",
+            ("unit", "step"),
+            registry=self.registry,
+            buckets=_STEP_BUCKETS_S,
+        )
+        self.gpu_used = self._gauge(
+            "incident_gpu_used_bytes", "Used memory of a card when it was last read, in an incident", ("gpu",)
+        )
+        self.ended = self._counter("processes_ended", "Left-over processes that were ended", ("unit",))
+        self.spared = self._counter("processes_spared", "Holders of GPU memory left alone: not proven ours", ("unit",))
+        self.bus_connected = self._gauge("bus_connected", "1 while systemd's bus can be reached")
+        self.nvml_known = self._gauge("nvml_known", "1 where the last question to NVML was answered")
+        self.ledger_writable = self._gauge("ledger_writable", "1 while the ledger can be written; 0: observing only")
+        self.journal_readable = self._gauge("journal_readable", "1 where the last journal pull worked")
+        self._info("build", "Version of the watchdog").info({"version": version})
+        self._preset()
+
+    def serve(self, address: str, port: int) -> int:
+        """Starts the exporter's thread; returns the port (the system's choice for 0)."""
+        server, _ = start_http_server(port, address, registry=self.registry)
+        return int(server.server_port)
+
+    def saw_state(self, unit: str, state: ActiveState | None) -> None:
+        for known in ActiveState:
+            self.unit_state.labels(unit, known).set(known is state)
+
+    def saw_gpus(self, answer: GpuAnswer) -> None:
+        self.nvml_known.set(isinstance(answer, GpuReading))
+        if isinstance(answer, GpuReading):
+            for gpu in answer.gpus:
+                self.gpu_used.labels(gpu.index).set(gpu.used_bytes)
+
+    def _preset(self) -> None:
+        for unit in self._units:
+            self.launches.labels(unit)
+            self.rollbacks.labels(unit)
+            self.ended.labels(unit)
+            self.spared.labels(unit)
+            self.degraded.labels(unit).set(0)
+            for failure in FailureClass:
+                self.failures.labels(unit, failure)
+            for outcome in Outcome:
+                if outcome is not Outcome.OPEN:
+                    self.incidents.labels(unit, outcome)
+            for step in Step:
+                self.step_seconds.labels(unit, step)
+
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
+
+    def _info(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Info:
+        return Info(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
