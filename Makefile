@@ -1,0 +1,33 @@
+# Two commands do all their own set-up, on a fresh Debian 12 or 13 as root: `make demo` and `make test`.
+# Both may be run again at any time.
+PY := .venv/bin/python
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
+
+setup: ## system packages and the virtual environment in .venv
+	@packaging/setup.sh
+
+demo: setup ## the story of one bad deploy, live in the terminal: about a minute
+	@PYTHONPATH=tests $(PY) -m demo
+
+test: setup lint ## everything that needs no GPU and no real SGLang
+	@$(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real
+
+lint: setup ## ruff and mypy
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+
+unit: setup ## the tests that need no lab host: seconds
+	@$(PY) -m pytest -q tests/unit
+
+test-sglang: setup ## a real SGLang 0.5.16 on the CPU under the watchdog (2.3 GB, cached outside the checkout)
+	@packaging/sglang-env.sh
+	@$(PY) -m pytest tests/sglang_real
+
+wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
+	@$(PY) -m build --wheel --no-isolation --outdir dist .
+
+.PHONY: help setup demo test lint unit test-sglang wheel
