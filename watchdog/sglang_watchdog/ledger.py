@@ -22,6 +22,7 @@ from sglang_watchdog.domain.known_good import Ceiling, KnownGood
 from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 
+LEDGER_NAME = "ledger.db"
 SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE launches (

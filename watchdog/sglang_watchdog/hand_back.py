@@ -1,0 +1,59 @@
+"""Hands units back: a watchdog that stopped a unit owes it a start, also when it died in between.
+
+`OnFailure=` of the daemon's own service runs this in a process of its own. It starts only what an open incident had
+begun to hold and had not started again, with whatever config is in force by then.
+"""
+
+from pathlib import Path
+
+from sglang_watchdog.domain.errors import WatchdogError
+from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
+from sglang_watchdog.host.bus import Systemd
+from sglang_watchdog.ledger import LEDGER_NAME, Ledger
+from sglang_watchdog.reporting import alerts
+from sglang_watchdog.settings import Settings
+
+
+def owes_a_start(intents: list[Intent]) -> bool:
+    """A hold was begun, and no start after it came to its end."""
+    held = any(intent.step is Step.HOLD for intent in intents)
+    started = any(intent.step is Step.START and intent.outcome == "done" for intent in intents)
+    return held and not started
+
+
+def hand_back_units(settings: Settings) -> list[str]:
+    """Returns one sentence for each open incident. Raises `WatchdogError` where ledger or bus cannot be reached."""
+    path = Path(settings.state_dir) / LEDGER_NAME
+    if not path.exists():
+        return ["There is no ledger, so nothing was ever held."]
+    ledger = Ledger.open(path)
+    systemd = Systemd()
+    systemd.open()
+    try:
+        return [_hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()] or ["Nothing is held."]
+    finally:
+        systemd.close()
+        ledger.close()
+
+
+def _hand_back(incident: Incident, ledger: Ledger, systemd: Systemd) -> str:
+    if not owes_a_start(ledger.intents(incident.id)):
+        return f"{incident.unit}: nothing is owed for incident {incident.id}."
+    try:
+        started = start_if_down(systemd, incident.unit)
+    except WatchdogError as error:
+        return f"{incident.unit}: could not be started: {error}"
+    reason = "started by hand-back, because the watchdog ended in the middle" if started else "it runs already"
+    closed = ledger.close_incident(incident, Outcome.YIELDED, f"Handed back: {reason}.")
+    alerts.send(alerts.closed(closed))
+    return f"{incident.unit}: {closed.reason}"
+
+
+def start_if_down(systemd: Systemd, unit: str) -> bool:
+    """Starts a unit that is down with no job queued. A queued job is the operator's, and is left alone."""
+    snapshot = systemd.snapshot(unit)
+    if not snapshot.ended or snapshot.job:
+        return False
+    systemd.reset_failed(unit)
+    systemd.start(unit)
+    return True
