@@ -129,6 +129,7 @@ class SimNvml:
         show = pid if show_pid is None else show_pid
         name = f"{gpu}-{pid}-{os.getpid()}-{time.monotonic_ns()}-{next(_serial)}"
         allocation = Allocation(name, gpu, pid, start, bytes, lag_s, wedged, show, kind, listed)
+        self._forget_the_gone()
         _replace(self.folder / "alloc" / name, allocation.line())
         return name
 
@@ -157,6 +158,10 @@ class SimNvml:
                 found = None if path.name.startswith(".") else _allocation(path)
                 if found and (gpu is None or found.gpu == gpu) and self._occupies(found):
                     yield found
+
+    def lingering(self, gpu: int) -> list[Allocation]:
+        """What occupies the card although its process is gone and the driver will give it back."""
+        return [one for one in self.allocations(gpu) if one.pid and not one.wedged and not _runs(one.pid, one.start)]
 
     def used(self, gpu: int) -> int:
         """Bytes used on the card, the driver's reserve among them (as nvmlDeviceGetMemoryInfo, first version, says)."""
@@ -198,6 +203,14 @@ class SimNvml:
         _replace(self.folder / "faults" / call, text + "\n")
 
     # -- the rule of who still occupies a card
+
+    def _forget_the_gone(self) -> None:
+        """Take away the files of allocations that no longer count, so that a long test does not read ever more."""
+        with suppress(FileNotFoundError):
+            for path in list((self.folder / "alloc").iterdir()):
+                found = None if path.name.startswith(".") else _allocation(path)
+                if found and not self._occupies(found):
+                    self.release(found.id)
 
     def _occupies(self, allocation: Allocation) -> bool:
         if allocation.wedged or not allocation.pid or _runs(allocation.pid, allocation.start):
