@@ -122,6 +122,7 @@ def test_an_option_that_only_sounds_secret_keeps_its_value(option: str) -> None:
         "SyntaxError: Unexpected token: }",
         "RuntimeError: missing key: lm_head.weight",
         "eos_token_id=2, token_type_ids=None, num_key_value_heads=8, req_to_token_pool=3",
+        "hf_chat_template_name=None, hf_transfer_of_a_large_file=1",
         "use --api-key, --admin-api-key",
         'api_key=""',
     ],

@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"[\d.]+(?=[\s,;)}\]]|$)")
 # Secrets that need no name.
 _FORMS = (
     (re.compile(r"\b(bearer\s+)\S+", re.IGNORECASE), rf"\1{REDACTED}"),
-    (re.compile(r"(?<![A-Za-z0-9])(?:hf_|gh[opsu]_|glpat-)[A-Za-z0-9_-]{16,}"), REDACTED),
+    (re.compile(r"(?<![A-Za-z0-9])(?:hf|gh[opsu])_[A-Za-z0-9]{16,}(?![A-Za-z0-9_])"), REDACTED),
     (re.compile(r"(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{16,}"), REDACTED),
     (re.compile(r"(://[^\s/:@]*:)[^\s/@]+(?=@)"), rf"\1{REDACTED}"),
 )
