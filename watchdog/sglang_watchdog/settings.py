@@ -1,0 +1,329 @@
+"""The settings: what they are, what they may hold, and how they are read. docs/settings.md is written from this page.
+
+Files are TOML: `config.toml`, then `config.d/*.toml` beside it in the order of their names. A later file wins, key by
+key. All errors of all files are told at once.
+"""
+
+import difflib
+import ipaddress
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from sglang_watchdog.domain.errors import UnusableInput
+from sglang_watchdog.domain.secrets import names_secret
+
+DEFAULT_PATH = Path("/etc/sglang-watchdog/config.toml")
+
+Key = tuple[str, ...]
+Json = dict[str, Any]
+_UNIT_NAME = re.compile(r"[A-Za-z0-9:_.\\-]+(@[A-Za-z0-9:_.\\-]+)?\.service")
+_UNIT_NAME_ALLOWED = 'the full name of one service, as in "sglang.service" or "sglang@qwen.service"'
+_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?")
+
+
+def _unit_name(name: str) -> str:
+    if not _UNIT_NAME.fullmatch(name) or len(name) > 255:
+        raise ValueError
+    return name
+
+
+def _url(url: str) -> str:
+    if not _URL.fullmatch(url):
+        raise ValueError
+    return url.rstrip("/")
+
+
+def _address(address: str) -> str:
+    ipaddress.ip_address(address)
+    return address
+
+
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ValueError
+    return path
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute), Field(strict=False)]
+Address = Annotated[str, AfterValidator(_address)]
+Url = Annotated[str, AfterValidator(_url)]
+UnitName = Annotated[str, AfterValidator(_unit_name)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
+SecondsOrNone = Annotated[float, Field(ge=0, le=7 * 86400, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=1000)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+ManagedFlag = Literal[
+    "--mem-fraction-static",
+    "--max-total-tokens",
+    "--cuda-graph-max-bs",
+    "--cuda-graph-max-bs-decode",
+    "--max-running-requests",
+]
+
+_TRUE_OR_FALSE = "true or false"
+_SECONDS = "a number of seconds above 0, a week at most"
+_A_PATH = "an absolute path in quotes"
+
+
+def _setting(default: object, reason: str, allowed: str, unit: str = "") -> Any:
+    """A field with all that the reference page and an error tell of it."""
+    return Field(default=default, description=reason, json_schema_extra={"allowed": allowed, "unit": unit})
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Metrics(_Table):
+    """Where Prometheus finds the metrics."""
+
+    address: Address = _setting(
+        "127.0.0.1",
+        "Loopback, because the metrics name units and configs and have no authentication. Any other address needs "
+        "IPAddressAllow= in a drop-in of sglang-watchdog.service as well.",
+        "an IP address in quotes",
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = _setting(
+        9877, "0 serves no metrics.", "a whole number from 0 to 65535"
+    )
+
+
+class BudgetSettings(_Table):
+    """How often the watchdog may change the config of one unit before it holds the unit and calls a human."""
+
+    rollbacks: Count = _setting(
+        3, "The ladder has three rungs: known-good, a smaller one, no speculation.", "a whole number from 0 to 1000"
+    )
+    window: Seconds = _setting(3600.0, "Rollbacks older than this no longer count.", _SECONDS, "seconds")
+    per_day: Count = _setting(
+        6,
+        "Is not forgotten after a healthy hour: a unit that fails daily needs a human.",
+        "a whole number from 0 to 1000",
+    )
+    cool_down: SecondsOrNone = _setting(
+        0.0,
+        "Least time between two rollbacks. 0 lets the ladder go on at once when a known-good config fails too.",
+        "a number of seconds, 0 or more, a week at most",
+        "seconds",
+    )
+
+
+class UnitSettings(_Table):
+    """One watched unit."""
+
+    act: bool = _setting(False, "Without it the unit is observed, with the same reports.", _TRUE_OR_FALSE)
+    url: Url | None = _setting(
+        None,
+        "Where to probe the server. By default what `--host` and `--port` of the command say, a wildcard host by "
+        "loopback. sglang-watchdog.service allows loopback only: another address needs IPAddressAllow= in a drop-in.",
+        'http://HOST:PORT or https://HOST:PORT in quotes, as in "http://127.0.0.1:30000"',
+    )
+    api_key_file: AbsolutePath | None = _setting(
+        None,
+        "File that holds the key for probes and nothing else. Never the key itself: settings are shown in reports. By "
+        "default probes carry no key.",
+        _A_PATH,
+    )
+    soak: SecondsOrNone = _setting(
+        600.0,
+        "How long a config has to serve without a failure before it counts as known-good.",
+        "a number of seconds, 0 or more, a week at most",
+        "seconds",
+    )
+    managed_flags: Annotated[frozenset[ManagedFlag], Field(strict=False)] = _setting(
+        frozenset(),
+        "Flags that a rollback may change beside `--speculative-*`: they are proven and put back together.",
+        "a list of " + ", ".join(ManagedFlag.__args__),  # type: ignore[attr-defined]
+    )
+    allow_no_speculation: bool = _setting(
+        False,
+        "Last step of the ladder: start without speculation, which is slower but needs least memory.",
+        _TRUE_OR_FALSE,
+    )
+    start_deadline: Seconds = _setting(
+        1800.0,
+        "From the start job to readiness; large weights from a cold disk take many minutes.",
+        _SECONDS,
+        "seconds",
+    )
+    free_deadline: Seconds = _setting(
+        60.0,
+        "From the last kill until NVML shows the bytes back; the driver releases later than the process ends.",
+        _SECONDS,
+        "seconds",
+    )
+    verify_deadline: Seconds = _setting(
+        120.0, "From readiness until the server has generated tokens for a probe.", _SECONDS, "seconds"
+    )
+    budget: BudgetSettings = BudgetSettings()
+
+
+class Settings(_Table):
+    """The whole of it. `units` is keyed by the unit's full name."""
+
+    state_dir: AbsolutePath = _setting(
+        Path("/var/lib/sglang-watchdog"),
+        "Ledger and environment files of overrides. Must survive a reboot. StateDirectory= of the service makes it.",
+        _A_PATH,
+    )
+    runtime_dir: AbsolutePath = _setting(
+        Path("/run/sglang-watchdog"), "Control socket. RuntimeDirectory= of the service makes it.", _A_PATH
+    )
+    log_level: LogLevel = _setting(
+        "info",
+        "What the daemon logs of itself. Alerts are not filtered by it.",
+        'one of "debug", "info", "warning", "error"',
+    )
+    metrics: Metrics = Metrics()
+    units: dict[UnitName, UnitSettings] = Field(default_factory=dict)
+
+
+_SECTIONS: tuple[tuple[str, type[_Table]], ...] = (
+    ("", Settings),
+    ("[metrics]", Metrics),
+    ('[units."NAME.service"]', UnitSettings),
+    ('[units."NAME.service".budget]', BudgetSettings),
+)
+
+
+def load(path: Path = DEFAULT_PATH) -> Settings:
+    """Reads `path` and `config.d/*.toml` beside it. Raises `UnusableInput` with one line for each error."""
+    merged: Json = {}
+    origins: dict[Key, Path] = {}
+    errors: list[str] = []
+    for file in (path, *sorted((path.parent / "config.d").glob("*.toml"))):
+        try:
+            _merge(merged, _read(file), file, origins)
+        except UnusableInput as error:
+            errors.append(str(error))
+    try:
+        settings = Settings.model_validate(merged)
+    except ValidationError as error:
+        errors += _sentences(error.errors(), origins)
+    if errors:
+        raise UnusableInput("\n".join(dict.fromkeys(errors)))
+    return settings
+
+
+def _read(file: Path) -> Json:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnusableInput(f"{file}: cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UnusableInput(f"{file}: is not UTF-8 text (byte {error.start}), so it is no TOML.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UnusableInput(f"{file}: is not TOML: {error}.") from error
+
+
+def _merge(into: Json, new: Json, file: Path, origins: dict[Key, Path], at: Key = ()) -> None:
+    for name, value in new.items():
+        here = (*at, name)
+        origins[here] = file
+        if isinstance(value, dict):
+            if not isinstance(into.get(name), dict):
+                into[name] = {}
+            _merge(into[name], value, file, origins, here)
+        else:
+            into[name] = value
+
+
+def _sentences(errors: list[ErrorDetails], origins: Mapping[Key, Path]) -> Iterator[str]:
+    for error in errors:
+        key = tuple(str(part) for part in error["loc"])
+        # Of a list the element is named by its position, and of a bad table name pydantic adds "[key]".
+        known = next(key[:length] for length in range(len(key), 0, -1) if key[:length] in origins)
+        yield f"{origins[known]}: {dotted(known)}: {_complaint(error, known)}"
+
+
+def _complaint(error: ErrorDetails, key: Key) -> str:
+    if error["type"] == "extra_forbidden":
+        return _unknown(key)
+    if error["loc"][-1] == "[key]":
+        return f"found the name {_shown(key[-1])}; allowed is {_UNIT_NAME_ALLOWED}."
+    field = _field_at(key)
+    allowed = _allowed(field) if field else "a table"
+    found = "a value that is not shown" if names_secret(key[-1]) else _shown(error["input"])
+    return f"found {found}; allowed is {allowed}."
+
+
+def _unknown(key: Key) -> str:
+    names = list(_model_at(key[:-1]).model_fields)
+    close = difflib.get_close_matches(key[-1], names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"is no setting; {hint}Allowed here are {', '.join(names)}."
+
+
+def _model_at(key: Key) -> type[_Table]:
+    match key:
+        case ("metrics",):
+            return Metrics
+        case ("units", _):
+            return UnitSettings
+        case ("units", _, "budget"):
+            return BudgetSettings
+        case _:
+            return Settings
+
+
+def _field_at(key: Key) -> FieldInfo | None:
+    field = _model_at(key[:-1]).model_fields.get(key[-1])
+    return field if field and field.json_schema_extra else None
+
+
+def _allowed(field: FieldInfo) -> str:
+    return str(_extra(field)["allowed"])
+
+
+def _extra(field: FieldInfo) -> Json:
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def dotted(key: Key) -> str:
+    """A key path as TOML writes it: `units."sglang.service".soak`."""
+    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else _shown(part) for part in key)
+
+
+def reference() -> str:
+    """The reference page: every setting with its default, its unit and the reason, in Markdown."""
+    intro = (
+        "# Settings\n\n<!-- Written by `python -m sglang_watchdog.settings`: edit the descriptions there. -->\n\n"
+        f"`{DEFAULT_PATH}`, then `config.d/*.toml` beside it in the order of their names; a later file wins, key by "
+        "key.\nAll of it is TOML. `sglang-watchdog check-config` says what is wrong with it, file by file and key by "
+        "key.\nThe smallest file that is of use:\n\n```toml\n"
+        '[units."sglang.service"]\nact = true   # without it the unit is only observed\n```\n'
+    )
+    return "\n".join([intro, *(_section(heading, model) for heading, model in _SECTIONS)])
+
+
+def _section(heading: str, model: type[_Table]) -> str:
+    title = f"## `{heading}`" if heading else "## Top level"
+    rows = [_row(name, field) for name, field in model.model_fields.items() if _extra(field)]
+    head = ["| key | default | allowed | why |", "|--|--|--|--|"]
+    return "\n".join([title, "", (model.__doc__ or "").strip(), "", *head, *rows, ""])
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    default = "none" if field.default is None else f"`{_shown(_plain(field))}`"
+    return f"| `{name}` | {default} {_extra(field)['unit']} | {_allowed(field)} | {field.description} |"
+
+
+def _plain(field: FieldInfo) -> object:
+    value = TypeAdapter(Any).dump_python(field.default, mode="json")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
