@@ -120,7 +120,7 @@ class ServerArgs:
 
 
 def parse(release: Release, profile: Profile, argv: Sequence[str]) -> ServerArgs:
-    """Resolve a command line as this release does; raises Refused where it would end."""
+    """Read a command line as this release does; raises Refused for flags it does not know."""
     texts = recorded_args(release)
     given = {name: value for name, value in vars(_parser(release, texts).parse_args(argv)).items() if value is not None}
     on_cpu = given.get("device") == "cpu"
@@ -136,9 +136,18 @@ def parse(release: Release, profile: Profile, argv: Sequence[str]) -> ServerArgs
     } | values
     if on_cpu:
         args.notes.append("Cuda graph is disabled because of using torch native attention backend")
+    return args
+
+
+def resolve(args: ServerArgs, profile: Profile) -> None:
+    """Settle what the flags leave open, as `__post_init__` does; notes down what it says meanwhile. Raises Refused."""
     _resolve_speculation(args, profile)
     _resolve_hybrid(args, profile)
-    return args
+    if args.get("skip_tokenizer_init") and args.release.at_least("0.5.14"):
+        args.notes.append(
+            "skip_tokenizer_init=True: string-based stop conditions (stop, stop_regex) and min_new_tokens are"
+            " unavailable."
+        )
 
 
 def recorded_args(release: Release) -> dict[str, str]:

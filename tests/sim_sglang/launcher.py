@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from sim_nvml.state import SimNvml
-from sim_sglang import flags
+from sim_sglang import flags, noise
 from sim_sglang.detokenizer import run_detokenizer
 from sim_sglang.engine import Engine, Status
 from sim_sglang.faults import Fault, Faults
@@ -43,13 +43,17 @@ def main(argv: Sequence[str]) -> int:
     log = Log()
     try:
         args = flags.parse(settings.release, PROFILES[settings.profile], argv)
-        _say_notes(args, log)
+        try:
+            flags.resolve(args, PROFILES[settings.profile])
+        finally:
+            _say_notes(args, log)
         gpus = _gpus(args)
     except Refused as refused:
         log.bare(refused.text + "\n")
         return refused.status
     settings.rest(IMPORT_S)
-    log.say(args.line())
+    for line in (*noise.around_arguments(), args.line(), *noise.behind_arguments()):
+        log.say(line)
     status = Launcher(args, settings, log, gpus).run()
     os._exit(status)  # past multiprocessing's own exit, which would wait for a child that was told to outlive us
 
@@ -61,6 +65,8 @@ def _say_notes(args: ServerArgs, log: Log) -> None:
             " supported, but 'sglang serve' is the recommended entrypoint.\n"
             "  Example: sglang serve --model-path <model> [options]\n"
         )
+    for line in noise.before_arguments(args):
+        log.say(line)
     for note in args.notes:
         log.say(note) if args.release.at_least("0.5.10") else log.bare(note + "\n")
 
@@ -182,6 +188,8 @@ class Launcher:
             signal.signal(number, self._uvicorn_stop)
         self.log.say(f"INFO:     Started server process [{pid}]")
         self.log.say("INFO:     Waiting for application startup.")
+        for line in noise.application_startup(self.args):
+            self.log.say(line)
         self.log.say("INFO:     Application startup complete.")
         warmup = Warmup(self.args, self.settings, self.log, self._warm_up_failed)
         try:

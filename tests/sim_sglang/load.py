@@ -1,7 +1,7 @@
 """A small load: `python -m sim_sglang.load --url http://127.0.0.1:30000 --requests 16 --tokens 400`.
 
-Bounded in requests, tokens and time, and only for this machine's own loopback address. Prints one line: how many requests
-were answered and the tokens a second, as the clients saw them.
+Bounded in requests, tokens and time, and only for this machine's own loopback address. Prints one line: how many
+requests were answered and the tokens a second, as the clients saw them.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def main() -> int:
     load.join()
     seconds = time.monotonic() - began
     print(f"{load.answered} of {load.requests} requests answered, {load.generated / seconds:.0f} tokens/s")
-    for error in sorted(set(load.errors)):
-        print(f"  {load.errors.count(error)} x {error}")
+    for text in sorted(set(load.errors)):
+        print(f"  {load.errors.count(text)} x {text}")
     return 0 if load.answered == load.requests else 1
 
 

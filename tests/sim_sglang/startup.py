@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from sim_sglang import logs
+from sim_sglang import logs, noise
 from sim_sglang.card import COLLECTIVES, CONTEXT, Card, OutOfMemory
 from sim_sglang.faults import Fault, Faults
 from sim_sglang.flags import ServerArgs
@@ -31,6 +31,11 @@ TORCH_OOM = "torch.OutOfMemoryError: "
 LOADING = ("managers/scheduler.py:init_tp_model_worker", "model_executor/model_runner.py:load_model")
 POOLING = ("managers/scheduler.py:init_memory_pools", "mem_cache/kv_cache_configurator.py:configure")
 CAPTURING = ("managers/scheduler.py:init_all_cuda_graphs", "model_executor/model_runner.py:init_cuda_graphs")
+TIMINGS = (
+    "Engine startup timings (s): load_weight=8.00, kv_cache_allocation=0.50, scheduler_e2e=21.40, cuda_graph="
+    "{prefill=0.00, decode=0.00, target_verify=1.40, draft_prefill=0.00, draft_decode=1.40, draft_extend=1.40},"
+    " tokenizer_e2e=4.10"
+)
 
 
 class StartFailed(Exception):
@@ -98,6 +103,8 @@ class Startup:
         with self._as_error(("managers/scheduler.py:__init__",), TORCH_OOM):
             self.card.settle()
             self.card.take(CONTEXT if not self.args.on_cpu else 0)
+            for line in noise.scheduler_imports(self.args):
+                self.log.say(line)
             self.log.say(f"{name} begin.")
             self._mention_cpu()
             shared = COLLECTIVES if self.args.tp > 1 else 0
@@ -108,6 +115,8 @@ class Startup:
             self.log.say(f"Memory baseline taken. mem usage={gb(shared)}")
         else:
             self.log.say(f"{name} ends. elapsed={INIT_S:.2f} s, mem usage={gb(shared)}")
+        for line in noise.model_imports(self.args):
+            self.log.say(line)
         before = self._least_free()
         self._check_balance(before)
         return before
@@ -218,11 +227,7 @@ class Startup:
     def _capture(self, captures: list[Capture]) -> None:
         release, batches = self.args.release, self.args.graph_batches
         if not batches:
-            if captures and release.sizes_pools_last:
-                self.log.say(
-                    "Disable prefill CUDA graph because cuda_graph_config resolved prefill.backend='disabled'"
-                    " (e.g. via --cuda-graph-backend-prefill=disabled or auto-disable rules)."
-                )
+            self._say_not_captured(captures)
             return
         for capture in captures:
             if self.faults.on(Fault.GRAPH_BUFFERS_OOM):
@@ -230,6 +235,15 @@ class Startup:
             self.log.say(capture.begin(release, batches, self._least_free()))
             self._record(capture)
             self.log.say(capture.end(release, CAPTURE_S, self._least_free()))
+
+    def _say_not_captured(self, captures: list[Capture]) -> None:
+        if captures and self.args.release.sizes_pools_last:
+            self.log.say(
+                "Disable prefill CUDA graph because cuda_graph_config resolved prefill.backend='disabled'"
+                " (e.g. via --cuda-graph-backend-prefill=disabled or auto-disable rules)."
+            )
+        elif captures and self.args.release.at_least("0.5.10"):
+            self.log.say("Disable piecewise CUDA graph because --disable-piecewise-cuda-graph is set")
 
     def _record(self, capture: Capture) -> None:
         batches = self.args.graph_batches
@@ -265,13 +279,23 @@ class Startup:
             f"max_total_num_tokens={pools.tokens}, chunked_prefill_size={chunk}, max_prefill_tokens=16384,"
             f" max_running_requests={pools.max_running}, context_len={context}, available_{where}_mem={free}"
         )
-        hybrid = pools.states is not None
-        if self.args.release.sizes_pools_last:
-            kind = "ChunkCache" if self.args.get("disable_radix_cache") else "RadixCache"
-            self.log.say(
-                f"Tree cache initialized: source=default impl={kind} hybrid_swa=False hybrid_ssm={hybrid}"
-                " hierarchical=False streaming_wrapped=False"
-            )
+        for line in self._tree_cache(hybrid=pools.states is not None):
+            self.log.say(line)
+
+    def _tree_cache(self, *, hybrid: bool) -> list[str]:
+        release = self.args.release
+        if not release.sizes_pools_last:
+            return []
+        unified = "Unified" if release.at_least("0.5.20") else ""
+        kind = "ChunkCache" if self.args.get("disable_radix_cache") else f"{unified}RadixCache"
+        end = "hicache_attached=False" if release.at_least("0.5.18") else "hierarchical=False"
+        streaming = "" if release.at_least("0.5.23") else " streaming_wrapped=False"
+        found = (
+            f"Tree cache initialized: source=default impl={kind} hybrid_swa=False hybrid_ssm={hybrid} {end}{streaming}"
+        )
+        components = "(<ComponentType.FULL: 0>,)"
+        first = [f"Init Unified Radix Cache. Components: {components}. Tree Core: UnifiedTreeCore"] if unified else []
+        return [*first, found, *([TIMINGS] if release.prints_timings else [])]
 
     # -- faults
 

@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sim_nvml import GIB, MIB, GpuFull, SimNvml, build
+from waiting import wait_until
 
 TESTS = Path(__file__).resolve().parents[1]
 IDLE = 615 * MIB
@@ -25,13 +25,6 @@ n.nvmlInit()
 handle = n.nvmlDeviceGetHandleByIndex(0)
 def answer(value): print(json.dumps(value))
 """
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture
