@@ -20,6 +20,7 @@ V1_HIERARCHIES = ("memory", "pids", "systemd", "unified")
 MAX_PROCESSES = 4096
 # A leaf for commands that come from outside (`LabHost.run`): cgroup v2 allows processes in leaves only.
 VISITORS = "visitors"
+GRACE_S = 1.0
 
 
 class NoCgroup(Exception):
@@ -63,19 +64,31 @@ class HostGroups:
         """Pids, as this machine sees them, of all that runs in any of the groups."""
         return {pid for folder in self.folders for group in _tree(folder) for pid in _pids(group)}
 
-    def remove(self, deadline_s: float = 10.0) -> None:
-        """Kills what is left in the groups and removes them. Raises TimeoutError when something does not die."""
-        end = time.monotonic() + deadline_s
+    def leader(self) -> int:
+        """Pid, as this machine sees it, of the first process in the innermost pid namespace: the host's systemd."""
+        return next(pid for pid in self.processes() if _namespaced_pids(pid)[-1] == 1)
+
+    def remove(self, deadline_s: float = 20.0) -> None:
+        """Removes the groups, ending what is left in them. Raises TimeoutError when something does not die.
+
+        Expects the host's systemd to be dead or dying: the kernel then ends all in its pid namespace, and visitors
+        leave by themselves. Only what has not gone after a moment is killed.
+        """
+        start = time.monotonic()
         while not self._try_remove():
-            if time.monotonic() > end:
+            waited = time.monotonic() - start
+            if waited > deadline_s:
                 raise TimeoutError(f"lab host {self.name}: still running: {sorted(self.processes())}")
+            if waited > GRACE_S:
+                self._kill()
             time.sleep(0.01)
 
-    def _try_remove(self) -> bool:
+    def _kill(self) -> None:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # The tree can still grow while its systemd dies: the caller looks again.
+
+    def _try_remove(self) -> bool:
         left = [group for folder in self.folders for group in _tree(folder) if not _remove_group(group)]
         return not left
 
@@ -110,11 +123,18 @@ def _tree(folder: Path) -> Iterator[Path]:
 
 def _pids(group: Path) -> list[int]:
     try:
-        return [int(line) for line in (group / "cgroup.procs").read_text().split()]
+        pids = [int(line) for line in (group / "cgroup.procs").read_text().split()]
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENODEV):  # removed meanwhile
             return []
         raise
+    return [pid for pid in pids if pid]  # 0: not in the reader's pid namespace
+
+
+def _namespaced_pids(pid: int) -> list[int]:
+    """The pid in each of its namespaces, the outermost first."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next([int(word) for word in line.split()[1:]] for line in status.splitlines() if line[:6] == "NSpid:")
 
 
 def _remove_group(group: Path) -> bool:

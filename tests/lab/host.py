@@ -6,6 +6,7 @@ systemd-nspawn, with the checkout and its virtual environment at the same paths.
 ports on 127.0.0.1 are shared too (`free_port`). `/tmp` inside is the host's own.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -22,6 +23,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from lab import debian13, keeper
 from lab.cgroups import HostGroups, NoCgroup
 from lab.errors import CommandFailed, LabBootFailed, LabUnavailable
@@ -34,6 +37,9 @@ MIB = 1024 * 1024
 NEEDED_COMMANDS = ("systemd-nspawn", "nsenter", "unshare", "setpriv", "mount", "umount")
 # A keeper answers a boot or a power-off later than its own deadlines only if the machine is stuck.
 KEEPER_MARGIN_S = 15.0
+# As the first process of its own pid namespace the keeper takes everything in it along, however it dies; the mounts go
+# with the mount namespace.
+OWN_NAMESPACES = "unshare --pid --fork --kill-child --mount --mount-proc --propagation private --".split()
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -83,7 +89,7 @@ class LabHost:
         """Boots a host and powers it off at the end of the block.
 
         `memory_bytes` bounds all its processes and files together, `disk_bytes` its files. `binds` appear inside at the
-        same path, writable. With `kmsg`, kernel lines (the machine's) reach its journal. Raises LabUnavailable,
+        same path, writable; they cannot lie under /run. With `kmsg`, kernel lines (the machine's) reach its journal. Raises LabUnavailable,
         LabBootFailed.
         """
         if problem := lab_problem():
@@ -102,9 +108,9 @@ class LabHost:
         process = _start_keeper(spec)
         try:
             answer = _answer(process, keeper.BOOT_DEADLINE_S)
-            if "leader" not in answer:
+            if not answer.get("booted"):
                 raise LabBootFailed(answer.get("error", "the keeper ended without a word"))
-            host = cls(spec.name, answer["leader"], process)
+            host = cls(spec.name, HostGroups(spec.name).leader(), process)
             yield host
             host.power_off()
         finally:
@@ -122,6 +128,11 @@ class LabHost:
         For opening things (a socket, a log). Absolute links in it lead out of the host, so change files with `write`.
         """
         return Path(f"/proc/{self.leader}/root")
+
+    @property
+    def bus_address(self) -> str:
+        """The host's system bus, for a client outside it (its `/proc/…/root` path works from every namespace)."""
+        return f"unix:path={self.root}/run/dbus/system_bus_socket"
 
     @functools.cached_property
     def systemd_version(self) -> int:
@@ -155,9 +166,9 @@ class LabHost:
         stdin: int | IO[Any] | None = subprocess.DEVNULL,
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
-    ) -> subprocess.Popen[str]:
-        """Starts a command in the host. `terminate` and `kill` both end it by SIGKILL, and so does the host's end."""
-        return subprocess.Popen(
+    ) -> "Visitor":
+        """Starts a command in the host; it ends with the host at the latest."""
+        return Visitor(
             [*self._enter(), "env", "-i", *(f"{k}={v}" for k, v in {**ENVIRONMENT, **(env or {})}.items()), *argv],
             cwd="/",
             stdin=stdin,
@@ -171,7 +182,6 @@ class LabHost:
     def _enter(self) -> list[str]:
         files = [str(file) for file in HostGroups(self.name).visitor_files]
         enter = ["sh", "-c", keeper.ENTER_GROUPS, "enter", *files, "--", "nsenter", f"--target={self.leader}", "--all"]
-        # nsenter stays outside as the parent, and signals stop at it: tie the command's life to it.
         return [*enter, "--", "setpriv", "--pdeathsig", "KILL", "--"]
 
     def write(self, path: str | Path, text: str, mode: int = 0o644) -> None:
@@ -221,14 +231,26 @@ class LabHost:
 
     def power_off(self) -> bool:
         """Shuts the host down in order, by force after 20 s. True if it went in order; once off, does nothing."""
-        stdin = self._keeper.stdin
-        if stdin is None or stdin.closed:
+        if self._keeper.stdin is None or self._keeper.stdin.closed:
             return False
-        stdin.write("poweroff\n")
-        stdin.close()
+        _hang_up(self._keeper, last_words="poweroff\n")
         in_order = bool(_answer(self._keeper, keeper.POWEROFF_DEADLINE_S).get("clean"))
         _end_keeper(self._keeper)
         return in_order
+
+
+class Visitor(subprocess.Popen[str]):
+    """A command in a host. Its `pid` is nsenter's, which waits outside and ends as the command does."""
+
+    def send_signal(self, sig: int) -> None:
+        """Signals the command, not nsenter: if that died first, its child would stay a zombie for a while, since the
+        machine's init has to adopt it across pid namespaces, and the host could not end before that."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands = psutil.Process(self.pid).children()
+            for command in commands:
+                command.send_signal(sig)
+            if not commands:  # not started yet, or just ended
+                super().send_signal(sig)
 
 
 def free_port() -> int:
@@ -260,9 +282,13 @@ def _mount_problem() -> str | None:
         "mount -t tmpfs -o size=1m none /mnt && mkdir /mnt/u /mnt/w /mnt/root &&"
         " mount -t overlay -o lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w none /mnt/root"
     )
-    command = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", script]
+    command = [*OWN_NAMESPACES, "sh", "-c", script]
     tried = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
-    return f"cannot mount an overlay: {' '.join(tried.stderr.split())}" if tried.returncode else None
+    return (
+        f"cannot make namespaces and mount an overlay in them: {' '.join(tried.stderr.split())}"
+        if tried.returncode
+        else None
+    )
 
 
 def _cgroup_problem() -> str | None:
@@ -284,9 +310,8 @@ def _always_visible() -> tuple[str, ...]:
 
 
 def _start_keeper(spec: keeper.Spec) -> subprocess.Popen[str]:
-    command = ["unshare", "--mount", "--propagation", "private", "--", sys.executable, "-m", "lab.keeper"]
     return subprocess.Popen(
-        [*command, spec.to_json()],
+        [*OWN_NAMESPACES, sys.executable, "-m", "lab.keeper", spec.to_json()],
         cwd=CHECKOUT / "tests",
         stdin=subprocess.PIPE,  # its end, however this process ends, is the keeper's order to clean up
         stdout=subprocess.PIPE,
@@ -302,11 +327,18 @@ def _answer(process: subprocess.Popen[str], deadline_s: float) -> dict[str, Any]
     return dict(json.loads(line)) if line else {}
 
 
+def _hang_up(process: subprocess.Popen[str], last_words: str = "") -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already
+        if not process.stdin.closed:
+            process.stdin.write(last_words)
+        process.stdin.close()
+
+
 def _end_keeper(process: subprocess.Popen[str]) -> None:
     """Returns when everything of the host is gone."""
-    assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.close()
+    _hang_up(process)
     try:
         process.wait(KEEPER_MARGIN_S)
     except subprocess.TimeoutExpired:

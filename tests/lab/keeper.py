@@ -1,9 +1,9 @@
 """The keeper: a process that owns everything one lab host is made of, and takes it away when its test process ends.
 
-Started by `LabHost.boot` in a mount namespace of its own (`unshare --mount python -m lab.keeper SPEC`), so that mounts
-cannot outlive the processes that use them. It mounts, boots, says `{"leader": PID}` on stdout, then waits on stdin:
+Started by `LabHost.boot` as the first process of a pid namespace and in a mount namespace of its own, so that neither
+processes nor mounts can outlive it. It mounts, boots, says `{"booted": true}` on stdout, then waits on stdin:
 `poweroff` shuts the host down in order, end of file (the test process is gone, however it died) kills it. Should the
-keeper itself be killed, the kernel ends nspawn and with it the host; `sweep` removes the empty groups and the folder.
+keeper itself be killed, the kernel ends the whole host; `sweep` then removes the empty groups and the empty folder.
 
 Not here: anything a test talks to inside the host (`lab.host`).
 """
@@ -30,6 +30,7 @@ from lab.cgroups import HostGroups, NoCgroup
 WORK = Path("/var/tmp/sglang-watchdog-lab")  # not /tmp: inside a host that is a fresh tmpfs, and it may be small
 BOOT_DEADLINE_S = 60.0
 POWEROFF_DEADLINE_S = 20.0
+NSPAWN_TIDIES_S = 5.0
 POWEROFF_SIGNAL = signal.SIGRTMIN + 4  # systemd(1): "starts the poweroff.target unit"
 
 
@@ -88,7 +89,7 @@ def _keep(spec: Spec, groups: HostGroups) -> None:
     console = root.parent / "console.log"
     with _notify_socket(root.parent / "notify") as ready, _nspawn(spec, groups, root, console) as nspawn:
         leader = _wait_ready(ready, nspawn, console)
-        _say(leader=leader)
+        _say(booted=True)
         if sys.stdin.readline() == "poweroff\n":
             _say(clean=_power_off(leader, nspawn))
 
@@ -140,9 +141,8 @@ def _mount(spec: Spec) -> Path:
     """The overlay, ready to be changed. Everything written to it lies in a tmpfs of bounded size."""
     tmpfs = spec.folder
     # nspawn refuses a /run/systemd on disk, and leaves folders there when killed: give it one that goes away.
-    run = Path("/run/systemd")
-    run.mkdir(parents=True, exist_ok=True)
-    _check("mount", "-t", "tmpfs", "-o", "size=16m,mode=755", "lab-run", str(run))
+    _check("mount", "-t", "tmpfs", "-o", "size=16m,mode=755", "lab-run", "/run")
+    Path("/run/systemd").mkdir()
     _check("mount", "-t", "tmpfs", "-o", f"size={spec.disk_bytes},mode=755", "lab-disk", str(tmpfs))
     upper, work, root = (tmpfs / name for name in ("upper", "work", "root"))
     for folder in (upper, work, root):
@@ -168,8 +168,7 @@ def _notify_socket(path: Path) -> Iterator[socket.socket]:
 @contextlib.contextmanager
 def _nspawn(spec: Spec, groups: HostGroups, root: Path, console: Path) -> Iterator[subprocess.Popen[bytes]]:
     enter = ["sh", "-c", ENTER_GROUPS, "enter", *(str(f / "cgroup.procs") for f in groups.folders), "--"]
-    # PDEATHSIG: the host ends with its keeper.
-    command = ["setpriv", "--pdeathsig", "KILL", "--", *enter, *_nspawn_command(spec, root)]
+    command = [*enter, *_nspawn_command(spec, root)]
     environment = {
         "PATH": os.environ.get("PATH", os.defpath),
         "NOTIFY_SOCKET": str(root.parent / "notify"),
@@ -185,7 +184,23 @@ def _nspawn(spec: Spec, groups: HostGroups, root: Path, console: Path) -> Iterat
         try:
             yield process
         finally:
-            process.kill()  # the payload follows: nspawn sets PDEATHSIG on it
+            _end_nspawn(process)
+
+
+def _end_nspawn(process: subprocess.Popen[bytes]) -> None:
+    """The host's systemd first, so that nspawn reaps it and tidies up."""
+    for payload in _children(process.pid):
+        os.kill(payload, signal.SIGKILL)  # our child is alive or a zombie, so its children's pids are still theirs
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(NSPAWN_TIDIES_S)
+    process.kill()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
 
 
 # Writes the shell's own pid to each file before `--`, then becomes the rest of the command line.
