@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sglang_watchdog.cli.check_config import check_config, summary
 from sglang_watchdog.domain.errors import UnusableInput
-from sglang_watchdog.settings import BudgetSettings, Metrics, Settings, UnitSettings, load, reference
+from sglang_watchdog.settings import Metrics, Settings, UnitSettings, load, reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 UNIT = '[units."sglang.service"]\n'
@@ -60,7 +60,10 @@ def test_every_setting_can_be_given(config: Path) -> None:
         start_deadline = 10.5
         free_deadline = 5
         verify_deadline = 6
-        budget = { rollbacks = 1, window = 60, per_day = 2, cool_down = 0 }
+        rollbacks = 1
+        rollback_window = 60
+        rollbacks_per_day = 2
+        cool_down = 0
         """
     )
     settings = load(config)
@@ -70,22 +73,20 @@ def test_every_setting_can_be_given(config: Path) -> None:
     assert unit.url == "http://127.0.0.1:30000"
     assert unit.managed_flags == {"--mem-fraction-static", "--max-total-tokens"}
     assert (unit.soak, unit.start_deadline) == (30.0, 10.5)
-    assert unit.budget == BudgetSettings(rollbacks=1, window=60, per_day=2, cool_down=0)
+    assert (unit.rollbacks, unit.rollback_window, unit.rollbacks_per_day, unit.cool_down) == (1, 60.0, 2, 0.0)
     given = {"state_dir", "runtime_dir", "log_level", "metrics", "units"}
     assert given == set(Settings.model_fields), "a new setting is to be tried here too"
     assert {*unit.model_fields_set} == set(UnitSettings.model_fields)
 
 
 def test_a_later_file_wins_key_by_key(config: Path) -> None:
-    config.write_text(UNIT + "act = true\nsoak = 5\nbudget = { rollbacks = 1, per_day = 9 }\n")
+    config.write_text(UNIT + "act = true\nsoak = 5\nrollbacks = 1\n")
     drop_in(config, "20-late.toml", UNIT + "soak = 7\n")
-    drop_in(
-        config, "10-early.toml", UNIT + 'soak = 6\n[units."sglang.service".budget]\nper_day = 2\n[units."b.service"]'
-    )
+    drop_in(config, "10-early.toml", UNIT + 'soak = 6\n[units."b.service"]')
     drop_in(config, "30-ignored.conf", "soak = 8")
     settings = load(config)
     unit = settings.units["sglang.service"]
-    assert (unit.act, unit.soak, unit.budget.rollbacks, unit.budget.per_day) == (True, 7.0, 1, 2)
+    assert (unit.act, unit.soak, unit.rollbacks) == (True, 7.0, 1)
     assert sorted(settings.units) == ["b.service", "sglang.service"]
 
 
@@ -105,8 +106,8 @@ def test_settings_cannot_be_changed(config: Path) -> None:
         (UNIT + "sok = 1", 'units."sglang.service".sok: is no setting; did you mean soak? Allowed here are act, url,'),
         (UNIT + 'url = "me:pw@host"', 'units."sglang.service".url: found "me:pw@host"; allowed is http://HOST:PORT'),
         (UNIT + 'managed_flags = ["--tp"]', 'managed_flags: found "--tp"; allowed is a list of --mem-fraction-static'),
-        (UNIT + "budget = 3", 'units."sglang.service".budget: found 3; allowed is a table.'),
-        (UNIT + "budget = { rollbacks = 1.5 }", 'budget.rollbacks: found 1.5; allowed is a whole number'),
+        ("metrics = 3", "metrics: found 3; allowed is a table."),
+        (UNIT + "rollbacks = 1.5", 'rollbacks: found 1.5; allowed is a whole number'),
         ("[units.sglang]", 'units.sglang: found the name "sglang"; allowed is the full name of one service'),
         ('[units."a/b.service"]', 'found the name "a/b.service"; allowed is the full name of one service'),
         ('[units."sglang@.service"]', 'found the name "sglang@.service"; allowed is the full name of one service'),
@@ -154,10 +155,10 @@ def test_a_file_that_cannot_be_read_is_named(config: Path) -> None:
     assert errors_of(config) == [f"{config}: is not UTF-8 text (byte 5), so it is no TOML."]
 
 
-@pytest.mark.parametrize("model", [Settings, Metrics, UnitSettings, BudgetSettings], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [Settings, Metrics, UnitSettings], ids=lambda model: model.__name__)
 def test_every_setting_says_what_is_allowed_and_why(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
-        if name not in ("units", "budget", "metrics"):
+        if name not in ("units", "metrics"):
             assert field.description, name
             assert isinstance(field.json_schema_extra, dict), name
             assert field.json_schema_extra["allowed"], name

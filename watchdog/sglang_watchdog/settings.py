@@ -70,6 +70,8 @@ ManagedFlag = Literal[
 
 _TRUE_OR_FALSE = "true or false"
 _SECONDS = "a number of seconds above 0, a week at most"
+_SECONDS_OR_NONE = "a number of seconds, 0 or more, a week at most"
+_A_COUNT = "a whole number from 0 to 1000"
 _A_PATH = "an absolute path in quotes"
 
 
@@ -96,26 +98,6 @@ class Metrics(_Table):
     )
 
 
-class BudgetSettings(_Table):
-    """How often the watchdog may change the config of one unit before it holds the unit and calls a human."""
-
-    rollbacks: Count = _setting(
-        3, "The ladder has three rungs: known-good, a smaller one, no speculation.", "a whole number from 0 to 1000"
-    )
-    window: Seconds = _setting(3600.0, "Rollbacks older than this no longer count.", _SECONDS, "seconds")
-    per_day: Count = _setting(
-        6,
-        "Is not forgotten after a healthy hour: a unit that fails daily needs a human.",
-        "a whole number from 0 to 1000",
-    )
-    cool_down: SecondsOrNone = _setting(
-        0.0,
-        "Least time between two rollbacks. 0 lets the ladder go on at once when a known-good config fails too.",
-        "a number of seconds, 0 or more, a week at most",
-        "seconds",
-    )
-
-
 class UnitSettings(_Table):
     """One watched unit."""
 
@@ -135,7 +117,7 @@ class UnitSettings(_Table):
     soak: SecondsOrNone = _setting(
         600.0,
         "How long a config has to serve without a failure before it counts as known-good.",
-        "a number of seconds, 0 or more, a week at most",
+        _SECONDS_OR_NONE,
         "seconds",
     )
     managed_flags: Annotated[frozenset[ManagedFlag], Field(strict=False)] = _setting(
@@ -163,7 +145,22 @@ class UnitSettings(_Table):
     verify_deadline: Seconds = _setting(
         120.0, "From readiness until the server has generated tokens for a probe.", _SECONDS, "seconds"
     )
-    budget: BudgetSettings = BudgetSettings()
+    rollbacks: Count = _setting(
+        3,
+        "In one `rollback_window`, then the unit is held. The ladder has three rungs: known-good, a smaller one, no "
+        "speculation.",
+        _A_COUNT,
+    )
+    rollback_window: Seconds = _setting(3600.0, "Rollbacks older than this no longer count.", _SECONDS, "seconds")
+    rollbacks_per_day: Count = _setting(
+        6, "Is not forgotten after a healthy hour: a unit that fails daily needs a human.", _A_COUNT
+    )
+    cool_down: SecondsOrNone = _setting(
+        0.0,
+        "Least time between two rollbacks. 0 lets the ladder go on at once when a known-good config fails too.",
+        _SECONDS_OR_NONE,
+        "seconds",
+    )
 
 
 class Settings(_Table):
@@ -190,7 +187,6 @@ _SECTIONS: tuple[tuple[str, type[_Table]], ...] = (
     ("", Settings),
     ("[metrics]", Metrics),
     ('[units."NAME.service"]', UnitSettings),
-    ('[units."NAME.service".budget]', BudgetSettings),
 )
 
 
@@ -268,8 +264,6 @@ def _model_at(key: Key) -> type[_Table]:
             return Metrics
         case ("units", _):
             return UnitSettings
-        case ("units", _, "budget"):
-            return BudgetSettings
         case _:
             return Settings
 
