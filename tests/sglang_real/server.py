@@ -1,0 +1,145 @@
+"""A released SGLang as a unit of a lab host: its unit file, and what a client sees of it.
+
+The server is SGLang 0.5.16 on the CPU with a model of two layers and random weights: real processes, signals, exit
+statuses, health states and log lines, no GPU bytes. The host shares this machine's loopback, so clients run outside.
+"""
+
+import http.client
+import json
+import shlex
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.host import LabHost
+from waiting import wait_until
+
+HARNESS = Path(__file__).parent / "cpu_harness"
+MODEL = HARNESS / "tiny_llama"
+ON_THE_CPU = (
+    *("--model-path", str(MODEL), "--load-format", "dummy", "--device", "cpu", "--skip-tokenizer-init"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    "--disable-overlap-schedule",
+)
+FITS = ("--mem-fraction-static", "0.2", "--max-total-tokens", "4096")
+# A fraction of memory that leaves nothing for the pool: SGLang raises its own "Not enough memory".
+CANNOT_BE_SIZED = ("--mem-fraction-static", "0.00001", "--max-total-tokens", "100000000")
+ENVIRONMENT = {
+    "PYTHONPATH": str(HARNESS),
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "SPT_NOENV": "1",  # titled workers keep the environment by which they are proven the unit's
+    "PYTHONDONTWRITEBYTECODE": "1",  # the environment is shared by hosts and runs
+}
+# 31 s of CPU time, most of it imports in three processes; two busy cores make a minute of it.
+START_DEADLINE_S = 120.0
+READY = "The server is fired up and ready to roll!"
+
+
+@dataclass(frozen=True)
+class RealServer:
+    """One unit of `host`, and its port. `python` is that of the environment which packaging/sglang-env.sh makes."""
+
+    host: LabHost
+    unit: str
+    port: int
+    python: Path
+
+    def argv(self, memory: Sequence[str]) -> tuple[str, ...]:
+        server = (str(self.python), "-W", "ignore", "-m", "sglang.launch_server")
+        return (*server, *ON_THE_CPU, "--port", str(self.port), *memory)
+
+    def define(self, memory: Sequence[str], *, stop_s: float, restart: str = "no") -> None:
+        """Writes the unit file and has it loaded. SGLang looks every 5 s whether a drain is over."""
+        environment = "".join(f"Environment={name}={value}\n" for name, value in ENVIRONMENT.items())
+        self.host.unit(
+            self.unit,
+            f"[Service]\nExecStart={shlex.join(self.argv(memory))}\n{environment}"
+            f"KillMode=mixed\nTimeoutStopSec={stop_s:g}\nRestart={restart}\nRestartSec=1\n",
+        )
+
+    def start(self) -> str:
+        """Starts the unit and returns once it serves: the launch's invocation id."""
+        self.host.systemctl("start", self.unit)
+        invocation = self.invocation()
+        self.wait_ready(invocation)
+        return invocation
+
+    def wait_ready(self, invocation: str) -> None:
+        wait_until(lambda: self.has_ended() or self.health() == 200, START_DEADLINE_S, f"{self.unit} is healthy")
+        wait_until(lambda: READY in self.log(invocation), 10, f"{self.unit} says that it is ready")
+
+    def invocation(self) -> str:
+        return self.host.show(self.unit, "InvocationID")["InvocationID"]
+
+    def has_ended(self) -> bool:
+        return self.host.show(self.unit, "ActiveState")["ActiveState"] in ("failed", "inactive")
+
+    def end(self) -> tuple[str, str, str]:
+        """Result, ExecMainCode and ExecMainStatus."""
+        shown = self.host.show(self.unit, "Result", "ExecMainCode", "ExecMainStatus")
+        return shown["Result"], shown["ExecMainCode"], shown["ExecMainStatus"]
+
+    def titles(self) -> list[str]:
+        """The command lines of the unit's processes."""
+        group = self.host.show(self.unit, "ControlGroup")["ControlGroup"]
+        script = 'for p in $(cat "/sys/fs/cgroup$1/cgroup.procs"); do tr "\\0" " " <"/proc/$p/cmdline"; echo; done'
+        return [line.strip() for line in self.host.run("sh", "-c", script, "titles", group).stdout.splitlines()]
+
+    def log(self, invocation: str) -> str:
+        """What the launch printed, prefixes included."""
+        entries = self.host.journal(f"_SYSTEMD_INVOCATION_ID={invocation}")
+        return "\n".join(entry["MESSAGE"] for entry in entries if isinstance(entry["MESSAGE"], str))
+
+    def health(self) -> int | None:
+        """The status of /health, None while nobody listens."""
+        with suppress(OSError, http.client.HTTPException):
+            return self._request("GET", "/health")[0]
+        return None
+
+    def generate(self, tokens: int) -> list[int]:
+        """The ids of so many tokens, generated now. There is no tokenizer, so there is no text."""
+        status, body = self._request("POST", "/generate", _prompt(tokens))
+        assert status == 200, body
+        return list(json.loads(body)["output_ids"])
+
+    def running_requests(self) -> int:
+        status, body = self._request("GET", "/get_load")
+        assert status == 200, body
+        return sum(rank["num_reqs"] for rank in json.loads(body))
+
+    @contextmanager
+    def requests_in_flight(self, count: int) -> Iterator[None]:
+        """So many requests that run for longer than any drain of a test may last; their clients wait and read nothing.
+
+        They need more tokens together than a client could get within a minute on an idle machine.
+        """
+        body = json.dumps(_prompt(1000)).encode()
+        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        with ExitStack() as clients:
+            for _ in range(count):
+                client = clients.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=10))
+                client.sendall(head.encode() + body)
+            wait_until(lambda: self.running_requests() == count, 20, f"{count} requests run")
+            yield
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            headers = {"Content-Type": "application/json"} if body else {}
+            connection.request(method, path, json.dumps(body) if body else None, headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+
+def _prompt(tokens: int) -> dict[str, Any]:
+    return {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+    }
