@@ -9,7 +9,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 # Compiled packages for a GPU. torchvision has CPU builds too, but the one that registries give does not load beside a
@@ -33,7 +33,6 @@ class Nothing:
 
 
 class StandIn(types.ModuleType):
-    __path__: MutableSequence[str] = []
     __version__ = "0"  # transformers asks for it, and finds every feature too new
 
     def __getattr__(self, name: str) -> Nothing:
