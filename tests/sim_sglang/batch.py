@@ -71,7 +71,8 @@ class Batch:
     def advance(self, seconds: float, alone: float, accepted: float, endless: bool) -> list[tuple[str, int, bool]]:
         """Let time pass; the answer is what each request got and whether it is done."""
         share = self.speed(alone) / max(1, len(self.running)) * seconds
-        self.steps += share / accepted
+        longest = max((one.request.max_tokens - one.produced for one in self.running.values()), default=0.0)
+        self.steps += (share if endless else min(share, longest)) / accepted
         got = [self._grow(one, share, endless) for one in list(self.running.values())]
         return [one for one in got if one[1] or one[2]]
 

@@ -87,7 +87,7 @@ DENSE = Profile(
     tokens_per_second={0: 44.0, 1: 80.0, 2: 111.0, 3: 135.0, 4: 150.0, 5: 157.0, 6: 155.0},
     accept_len={1: 1.78, 2: 2.41, 3: 2.90, 4: 3.27, 5: 3.55, 6: 3.70, 7: 3.80},
     graph_base=500 * MIB,
-    graph_per_token=800 * MIB,
+    graph_per_token=900 * MIB,
 )
 
 TINY = Profile(

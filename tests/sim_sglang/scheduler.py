@@ -65,7 +65,7 @@ class Seat:
 def run_scheduler(seat: Seat, args: ServerArgs, settings: Settings) -> None:
     """Entry point of the process."""
     faults = Faults.of(settings)
-    leaks = faults.on(Fault.LEAK_CHILD) and seat.rank == args.tp - 1
+    leaks = _leaks(seat, args, faults)
     suffix = f"_TP{seat.rank}" if args.tp > 1 else ""
     enter(f"sglang::scheduler{suffix}", settings, follow_parent=not leaks)
     log = Log(suffix.replace("_", " "))
@@ -79,6 +79,11 @@ def run_scheduler(seat: Seat, args: ServerArgs, settings: Settings) -> None:
         _last_words(log, logs.exception(failed.files, failed.error), settings)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _live_on()
+
+
+def _leaks(seat: Seat, args: ServerArgs, faults: Faults) -> bool:
+    """Is this the rank that outlives its parent?"""
+    return faults.on(Fault.LEAK_CHILD) and seat.rank == args.tp - 1
 
 
 def _last_words(log: Log, text: str, settings: Settings) -> None:
@@ -127,6 +132,7 @@ class Scheduler:
         self.batch = Batch(max(1, pools.max_running), pools.tokens)
         self.alone = profile.rate(args.steps)
         self.accepted = profile.accepted(args.steps) if args.draft_tokens else 1.0
+        self.leaks = _leaks(seat, args, faults)
         self.clients = 0
         self.logged_steps = 0.0
 
@@ -138,6 +144,8 @@ class Scheduler:
                     pass
             else:
                 self._loop(self.seat.output)
+            if self.leaks:
+                _live_on()
             self.settings.rest(ENDING_S)
         except Crash as crash:
             _last_words(self.log, logs.exception(SERVING, str(crash)), self.settings)
@@ -151,10 +159,11 @@ class Scheduler:
             passed, last = (now - last) / self.settings.time_scale, now
             if not self.batch.running:
                 continue
+            running, speed = len(self.batch.running), self.batch.speed(self.alone)
             tokens = self._advance(passed)
             if tokens:
                 output.send(Output(tokens, self._stats()))
-            self._decode_line()
+            self._decode_line(running, speed)
             if self.faults.on(Fault.CRASH_AFTER) and self.batch.finished >= (self.faults.get(Fault.CRASH_AFTER) or 1):
                 raise Crash(CUSTOM_MASK)
 
@@ -206,13 +215,13 @@ class Scheduler:
         speed, queued = tokens / 1.05, len(self.batch.waiting)
         self.log.say(logs.prefill(self.args.release, usage, len(taken), tokens, running, queued, speed, self._graph))
 
-    def _decode_line(self) -> None:
+    def _decode_line(self, running: int, speed: float) -> None:
         interval = self.args.get("decode_log_interval") or 40
-        if self.batch.steps - self.logged_steps < interval or not self.batch.running:
+        if self.batch.steps - self.logged_steps < interval:
             return
         self.logged_steps = self.batch.steps
         accept = (self.accepted, self.args.draft_tokens) if self.args.draft_tokens else None
-        running, queued, speed = len(self.batch.running), len(self.batch.waiting), self.batch.speed(self.alone)
+        queued = len(self.batch.waiting)
         self.log.say(logs.decode(self.args.release, self._usage(), running, accept, speed, queued, self._graph))
 
     # -- faults

@@ -140,14 +140,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def _tokens(self, stream: Stream) -> Iterator[tuple[int, bool]]:
         """What comes for this request, to its end; raises Gone once the client hung up."""
+        looked = time.monotonic()
         while True:
             got = stream.next(CLIENT_LOOK_S)
             if got:
                 yield got
                 if got[1]:
                     return
-            elif self._client_left():
-                raise Gone
+            if time.monotonic() - looked > CLIENT_LOOK_S:
+                looked = time.monotonic()
+                if self._client_left():
+                    raise Gone
 
     def _client_left(self) -> bool:
         try:
