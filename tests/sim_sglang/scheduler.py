@@ -164,6 +164,7 @@ class Scheduler:
             if tokens:
                 output.send(Output(tokens, self._stats()))
             self._decode_line(running, speed)
+            self._retract()
             if self.faults.on(Fault.CRASH_AFTER) and self.batch.finished >= (self.faults.get(Fault.CRASH_AFTER) or 1):
                 raise Crash(CUSTOM_MASK)
 
@@ -210,8 +211,8 @@ class Scheduler:
         taken = self.batch.admit()
         if not taken:
             return
-        self._count_clients(taken)
-        tokens = sum(one.prompt_tokens for one in taken)
+        self._count_clients([one.request for one in taken if not one.produced])
+        tokens = sum(one.tokens for one in taken)
         speed, queued = tokens / 1.05, len(self.batch.waiting)
         self.log.say(logs.prefill(self.args.release, usage, len(taken), tokens, running, queued, speed, self._graph))
 
@@ -223,6 +224,15 @@ class Scheduler:
         accept = (self.accepted, self.args.draft_tokens) if self.args.draft_tokens else None
         queued = len(self.batch.waiting)
         self.log.say(logs.decode(self.args.release, self._usage(), running, accept, speed, queued, self._graph))
+
+    def _retract(self) -> None:
+        back = self.batch.retract()
+        if back:
+            gained = sum(one.tokens for one in back)
+            self.log.say(
+                f"KV cache pool is full. Retract requests. #retracted_reqs: {len(back)}, #new_tokens_gained: {gained},"
+                " #new_token_ratio: 0.0980 -> 0.9230"
+            )
 
     # -- faults
 

@@ -71,12 +71,16 @@ class Server:
         self.children()
         return self
 
-    def children(self) -> dict[str, int]:
-        """Children by what their command line begins with; remembered, so that orphans are found again."""
+    def titles(self) -> dict[int, str]:
+        """Command lines of the children that run; remembered by number, so that orphans are found again."""
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.pid).children(recursive=True):
                 self.seen[child.pid] = child.create_time()
-        return {title(pid): pid for pid in self.seen if alive(pid)}
+        return {pid: title(pid) for pid in self.seen if alive(pid)}
+
+    def children(self) -> dict[str, int]:
+        """Children that run by their titles (those without one yet look all the same)."""
+        return {name: pid for pid, name in self.titles().items()}
 
     def wait_for_children(self, count: int) -> dict[str, int]:
         wait_until(lambda: len(self.children()) >= count, 20, f"{count} children")

@@ -291,7 +291,9 @@ def test_who_kills_main_before_its_children_are_bound_leaves_an_orphan_with_gpu_
 ) -> None:
     server = serve("0.5.9", time_scale=0.15)
     spawned = "multiprocessing.spawn import spawn_main"
-    wait_until(lambda: sum(spawned in name for name in server.children()) == 2, 10, "two children without a title")
+    wait_until(
+        lambda: sum(spawned in name for name in server.titles().values()) == 2, 10, "two children without a title"
+    )
     os.kill(server.pid, signal.SIGKILL)
     server.exit_status()
     wait_until(lambda: nvml.used(0) > IDLE + 600 * MIB, 10, "the orphan takes memory")
@@ -318,7 +320,31 @@ def test_a_sigint_ends_a_serving_server_as_uvicorn_does(serve: Serve) -> None:
     assert (old.exit_status(), new.exit_status()) == (0, -signal.SIGINT)
 
 
+def test_a_sigterm_before_the_first_request_is_uvicorns_and_ends_by_the_signal_itself(serve: Serve) -> None:
+    server = serve("0.5.16", *TINY, "--skip-server-warmup").up()
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.exit_status() == -signal.SIGTERM
+    assert "INFO:     Shutting down" in server.log()
+
+
+def test_a_stop_of_an_unhealthy_server_is_forced(serve: Serve) -> None:
+    server = serve("0.5.9").up()
+    os.kill(server.children()[SCHEDULER], signal.SIGKILL)
+    assert server.status("/health") == http.client.SERVICE_UNAVAILABLE
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.exit_status() == -signal.SIGKILL
+    assert "Signal SIGTERM received while health check failed. Force exiting." in server.log()
+
+
 # -- faults while serving
+
+
+def test_a_full_pool_sends_requests_back_to_wait_and_loses_none(serve: Serve) -> None:
+    server = serve("0.5.16", *TINY, "--max-total-tokens", "4096").up()
+    three = load(server, 3, 2_000)
+    three.join()
+    assert (three.answered, three.generated) == (3, 6_000)
+    assert "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: " in server.log()
 
 
 def test_a_hang_is_seen_by_health_and_ended_by_sglangs_own_watchdog(serve: Serve, control: Path) -> None:
