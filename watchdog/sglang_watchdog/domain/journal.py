@@ -48,5 +48,10 @@ class JournalEntry:
         return self.pid == 1 and self.transport != "kernel"
 
     @property
+    def from_manager(self) -> bool:
+        """By PID 1, or by the manager of a user's own units. Its process name is journald's word, not the sender's."""
+        return self.from_systemd or (self.identifier == "systemd" and self.comm == "systemd")
+
+    @property
     def from_kernel(self) -> bool:
         return self.transport == "kernel"

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_watchdog.domain.gpu import GpuReading
+
 
 class Phase(StrEnum):
     """How far a launch has come. The draft worker repeats loading, allocating and capturing."""
@@ -71,6 +73,10 @@ class MemoryFigures:
     mamba_gib: float | None = None
     graphs_gib: float | None = None
     available_gib: float | None = None  # the last `avail mem` of all
+    after_draft_gib: float | None = None  # `avail mem` once the draft's weights were in too
+    draft_weights_gib: float | None = None
+    mamba_slots: int | None = None  # max_mamba_cache_size
+    intermediate_gib: float | None = None  # states of the draft tokens in flight, of hybrid models
     max_total_num_tokens: int | None = None
     max_running_requests: int | None = None
 
@@ -91,6 +97,7 @@ class Launch:
     phases: tuple[PhaseMark, ...] = ()
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     processes: tuple[RecordedProcess, ...] = ()
+    gpu_before: GpuReading | None = None  # without what the launch itself held by then
     ended: float | None = None
 
     @property

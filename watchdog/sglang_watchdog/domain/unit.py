@@ -74,6 +74,9 @@ class UnitSnapshot:
     restart_delay: float | None = None
     stop_timeout: float | None = None
     service_type: str = ""
+    runtime_max: float | None = None
+    oom_policy: str = ""
+    memory_max: int | None = None  # bytes, None: no limit, or not known
     # which properties the reading held: a `systemctl show` file may be partial
     known: frozenset[str] = field(default=frozenset(), repr=False)
 

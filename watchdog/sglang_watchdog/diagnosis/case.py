@@ -1,0 +1,37 @@
+"""Everything that a diagnosis may look at, as plain values. What is not known is None or empty."""
+
+from dataclasses import dataclass
+
+from sglang_watchdog.diagnosis.timeline import Timeline
+from sglang_watchdog.domain.gpu import GpuAnswer
+from sglang_watchdog.domain.launch import Definition, Launch
+from sglang_watchdog.domain.speculation import SpeculationConfig
+from sglang_watchdog.domain.unit import UnitSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMemory:
+    """GPU memory that was in use before the launch began. `who` is for people; `ours`: left by an earlier launch."""
+
+    gpu: int
+    held_bytes: int
+    who: str
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One launch, ended or not. `unit` may be of a later launch: it says of which itself."""
+
+    timeline: Timeline
+    unit: UnitSnapshot | None = None
+    launch: Launch | None = None  # the ledger's record: what really ran
+    gpu_before: GpuAnswer | None = None  # NVML just before the start
+    held_before: tuple[HeldMemory, ...] = ()
+    loaded: Definition | None = None  # what systemd had loaded when the launch began
+    on_disk: Definition | None = None  # now
+    disk_changed: float | None = None  # when the definition on disk last changed, Unix seconds
+    intended: SpeculationConfig | None = None  # what the definition on disk asks for now
+    known_good: SpeculationConfig | None = None
+    has_ledger: bool = False
+    managed: frozenset[str] = frozenset()

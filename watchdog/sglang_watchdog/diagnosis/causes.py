@@ -1,0 +1,279 @@
+"""Which of a timeline's lines can have ended the launch, each with the class that it proves, earliest first.
+
+A line counts only if the launch did not go on after it, and a cause explains what follows from it: ranks that abort
+because another one died, collectives that break when a process is killed, a hang behind a fault.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.manager import Word
+from sglang_watchdog.diagnosis.progress import Worker
+from sglang_watchdog.diagnosis.signatures import Meaning
+from sglang_watchdog.diagnosis.timeline import Failure, Hit, Timeline
+from sglang_watchdog.domain.evidence import Source
+from sglang_watchdog.domain.failure import FailureClass as Class
+from sglang_watchdog.domain.launch import Phase
+
+# Xids of the card, its memory, its link or the driver. Others (13, 31, 43, 45) follow an application's fault or a kill.
+_CARD_XIDS = frozenset({8, 48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, *range(143, 151), 154})
+_FAULT_XIDS = frozenset({13, 31})
+_GOES_ON_SAME_RANK = 5.0  # seconds of decoding on the same rank that prove that a line was not the end
+_GOES_ON = 90.0  # on any rank: SGLang's crash diagnostics keep the others alive for up to 65 s
+_SAME_EVENT = 60.0
+_SAME_RANK_EVENT = 30.0
+
+_PLAIN: dict[Meaning, tuple[Class, float]] = {
+    Meaning.KV_UNSIZABLE: (Class.KV_CACHE_OOM, 0.95),
+    Meaning.KV_EXHAUSTED: (Class.KV_CACHE_OOM, 0.85),
+    Meaning.HELD: (Class.GPU_MEMORY_HELD, 0.85),
+    Meaning.HOST_ALLOCATION: (Class.HOST_MEMORY_SHORTAGE, 0.9),
+    Meaning.NO_SPACE: (Class.SHM_OR_DISK_FULL, 0.9),
+    Meaning.HARDWARE: (Class.GPU_HARDWARE_FAULT, 0.95),
+    Meaning.CUDA_FAULT: (Class.CUDA_ERROR, 0.9),
+    Meaning.NCCL_FAULT: (Class.NCCL_ERROR, 0.85),
+    Meaning.NATIVE_CRASH: (Class.SEGFAULT, 0.85),
+    Meaning.HANG: (Class.INTERNAL_WATCHDOG_HANG, 0.9),
+    Meaning.PROBER_KILL: (Class.UNRESPONSIVE, 0.85),
+    Meaning.BAD_ARGUMENT: (Class.BAD_ARGUMENTS, 0.95),
+    Meaning.DRAFT_MISSING: (Class.BAD_ARGUMENTS, 0.8),
+    Meaning.MISSING: (Class.MISSING_DEPENDENCY, 0.9),
+    Meaning.PORT: (Class.PORT_IN_USE, 0.95),
+    Meaning.SOFTWARE: (Class.SOFTWARE_EXCEPTION, 0.8),
+}
+_KILLS = frozenset({Class.HOST_OOM_KILL, Class.CGROUP_OOM_KILL})
+_MEMORY = frozenset(
+    {Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.WEIGHTS_OOM, Class.RUNTIME_CUDA_OOM, Class.GPU_MEMORY_HELD}
+    | {Class.HOST_MEMORY_SHORTAGE, Class.SHM_OR_DISK_FULL}
+)
+_SOFT = frozenset({Class.CUDA_ERROR, Class.NCCL_ERROR, Class.SEGFAULT, Class.SOFTWARE_EXCEPTION})
+_STALLS = frozenset({Class.INTERNAL_WATCHDOG_HANG, Class.UNRESPONSIVE})
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """`in_speculation`: it happened in the draft worker or in the code that verifies drafts."""
+
+    failure: Class
+    confidence: float
+    order: int
+    time: float
+    text: str
+    source: Source
+    phase: Phase
+    worker: Worker
+    frames: tuple[str, ...] = ()
+    hit: Hit | None = None
+    in_speculation: bool = False
+
+
+def first_cause(case: Case) -> Cause | None:
+    """The earliest cause, or a later one that explains it."""
+    causes = sorted(_all(case), key=lambda cause: cause.order)
+    if not causes:
+        return None
+    first = causes[0]
+    explaining = (cause for cause in causes if _explains(cause, first))
+    return next(explaining, first)
+
+
+def _explains(cause: Cause, first: Cause) -> bool:
+    """What is logged later can be what came before: the kernel's line, or the line of the rank that failed first."""
+    apart = abs(cause.time - first.time)
+    if cause.failure in _KILLS:
+        return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
+    if cause.failure is Class.GPU_HARDWARE_FAULT:
+        return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
+    return cause.failure in _MEMORY and first.failure in _SOFT and apart <= _SAME_RANK_EVENT
+
+
+def _all(case: Case) -> Iterator[Cause]:
+    timeline = case.timeline
+    for hit in timeline.hits:
+        cause = _of_hit(hit, case)
+        if cause and not _went_on(cause, timeline):
+            yield cause
+    for failure in timeline.failures:
+        cause = _of_failure(failure, timeline)
+        if cause and not _went_on(cause, timeline):
+            yield cause
+
+
+def _went_on(cause: Cause, timeline: Timeline) -> bool:
+    """Whether the launch served on after the line, or became ready after it: then the line was not its end."""
+    rank = cause.hit.rank if cause.hit else ""
+    if timeline.alive_by_rank.get(rank, 0.0) > cause.time + _GOES_ON_SAME_RANK and rank:
+        return True
+    if timeline.alive > cause.time + _GOES_ON:
+        return True
+    if cause.failure in _KILLS or cause.failure in (Class.GPU_HARDWARE_FAULT, Class.PORT_IN_USE):
+        return False
+    return any(mark.phase is Phase.READY and mark.time > cause.time for mark in timeline.phases)
+
+
+def _of_hit(hit: Hit, case: Case) -> Cause | None:
+    judged = _judge(hit, case)
+    if judged is None:
+        return None
+    failure, confidence = judged
+    return Cause(
+        failure=failure,
+        confidence=confidence,
+        order=hit.order,
+        time=hit.time,
+        text=hit.text,
+        source=hit.signature.source,
+        phase=_phase(hit, failure),
+        worker=hit.worker,
+        frames=hit.frames,
+        hit=hit,
+        in_speculation=_in_speculation(hit.frames, hit.worker) or hit.means is Meaning.DRAFT_MISSING,
+    )
+
+
+def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
+    match hit.means:
+        case Meaning.CUDA_OOM:
+            stage = _oom_stage(hit)
+            return (stage, 0.9) if stage else None
+        case Meaning.UNBALANCED:
+            draft = hit.worker is Worker.DRAFT or _allocated_before(hit, case.timeline)
+            return (Class.SOFTWARE_EXCEPTION, 0.75) if draft else (Class.GPU_MEMORY_HELD, 0.9)
+        case Meaning.HOST_KILL | Meaning.CGROUP_KILL:
+            kind = Class.HOST_OOM_KILL if hit.means is Meaning.HOST_KILL else Class.CGROUP_OOM_KILL
+            return (kind, 0.95) if _killed_ours(hit, case) else None
+        case Meaning.CGROUP_COUNTER:
+            return (Class.CGROUP_OOM_KILL, 0.85) if _killed_by_nine(case) else None
+        case Meaning.DRIVER_NO_MEMORY:
+            loading = hit.phase is Phase.LOADING_WEIGHTS
+            return (Class.WEIGHTS_OOM, 0.6) if loading else (Class.HOST_MEMORY_SHORTAGE, 0.6)
+        case Meaning.XID:
+            return _xid(int(hit.groups.get("xid", "0")))
+        case Meaning.CHILD_DIED:
+            return (Class.SEGFAULT, 0.85) if hit.groups.get("code") in ("-11", "-4") else None
+        case Meaning.NO_PROGRESS:
+            return (Class.UNRESPONSIVE, 0.6) if _prober_followed(hit, case.timeline) else None
+        case _:
+            return _PLAIN.get(hit.means)
+
+
+def _xid(code: int) -> tuple[Class, float] | None:
+    if code in _CARD_XIDS:
+        return Class.GPU_HARDWARE_FAULT, 0.9
+    return (Class.CUDA_ERROR, 0.6) if code in _FAULT_XIDS else None
+
+
+_POOL_FRAMES = ("memory_pool", "kv_cache_configurator", "pool_configurator", "_create_buffers", "kv_cache_mixin")
+_GRAPH_FRAMES = ("init_cuda_graph", "init_all_cuda_graphs", "cuda_graph_setup", "graph_runner.py:__init__")
+_WEIGHT_FRAMES = ("load_model", "model_loader/", "_initialize_model")
+_RUN_FRAMES = ("event_loop", "forward_batch_generation", "run_batch", "process_batch_result")
+_BY_PHASE = {
+    Phase.LOADING_WEIGHTS: Class.WEIGHTS_OOM,
+    Phase.ALLOCATING_KV: Class.KV_CACHE_OOM,
+    Phase.CAPTURING_GRAPHS: Class.CUDA_GRAPH_OOM,
+    Phase.WARMING_UP: Class.RUNTIME_CUDA_OOM,
+    Phase.READY: Class.RUNTIME_CUDA_OOM,
+    Phase.SERVING: Class.RUNTIME_CUDA_OOM,
+    Phase.STOPPING: Class.RUNTIME_CUDA_OOM,
+}
+
+
+def _oom_stage(hit: Hit) -> Class | None:
+    """What was being allocated: the frames tell, else the words, else how far the rank had come. A raw OOM after the
+    last pool is the graphs': their buffers are allocated before the first line about a capture."""
+    for stage, parts in (
+        (Class.RUNTIME_CUDA_OOM, _RUN_FRAMES),
+        (Class.KV_CACHE_OOM, _POOL_FRAMES),
+        (Class.CUDA_GRAPH_OOM, _GRAPH_FRAMES),
+        (Class.WEIGHTS_OOM, _WEIGHT_FRAMES),
+    ):
+        if any(part in frame for frame in hit.frames for part in parts):
+            return stage
+    if "graph failed" in hit.text or "draft extend failed" in hit.text:
+        return Class.CUDA_GRAPH_OOM
+    if "warming up" in hit.text:
+        return Class.RUNTIME_CUDA_OOM
+    return _BY_PHASE.get(hit.phase)
+
+
+def _allocated_before(hit: Hit, timeline: Timeline) -> bool:
+    """The check of free memory ran again, for the draft worker, over what the target itself had allocated."""
+    later = (Phase.ALLOCATING_KV, Phase.CAPTURING_GRAPHS)
+    return any(mark.phase in later and mark.time <= hit.time for mark in timeline.phases)
+
+
+def _killed_ours(hit: Hit, case: Case) -> bool:
+    """Whether the process that the kernel killed was the launch's: by pid, by SGLang's title, or, where the launch's
+    pids are not known, by a death from SIGKILL at that time."""
+    pid, comm = int(hit.groups.get("pid", "0")), hit.groups.get("comm", "")
+    recorded = {process.id.pid for process in case.launch.processes} if case.launch else set()
+    if pid in recorded or pid in case.timeline.pids:
+        return True
+    if comm.startswith(("sglang", "sgl_")):
+        return not recorded
+    return not case.timeline.pids and not recorded and _killed_by_nine(case)
+
+
+def _killed_by_nine(case: Case) -> bool:
+    """A process of the launch ended by a SIGKILL: a child that SGLang names, or main (137 behind a container)."""
+    children = any(h.means is Meaning.CHILD_DIED and h.groups.get("code") == "-9" for h in case.timeline.hits)
+    main = case.timeline.word(Word.MAIN_EXIT)
+    return children or (main is not None and main.detail in ("killed/9", "exited/137"))
+
+
+def _prober_followed(hit: Hit, timeline: Timeline) -> bool:
+    return any(other.means is Meaning.PROBER_KILL and other.order > hit.order for other in timeline.hits)
+
+
+def _phase(hit: Hit, failure: Class) -> Phase:
+    """The phase that the class itself proves, where the log begins too late to tell."""
+    match failure:
+        case Class.CUDA_GRAPH_OOM:
+            return Phase.CAPTURING_GRAPHS
+        case Class.WEIGHTS_OOM:
+            return Phase.LOADING_WEIGHTS
+        case Class.KV_CACHE_OOM if hit.means is Meaning.KV_UNSIZABLE:
+            return Phase.ALLOCATING_KV
+        case _:
+            return hit.phase
+
+
+_ARGUMENT_FRAMES = ("server_args.py:", "arg_groups/", "server_args_config_parser", "argparse.py:")
+
+
+def _of_failure(failure: Failure, timeline: Timeline) -> Cause | None:
+    """An exception that no signature knows: the launch's end if SGLang ends after its header, or if it is main's own
+    before anything was up."""
+    raised = failure.raised
+    if failure.recognised:
+        return None
+    early = failure.phase in (Phase.UNKNOWN, Phase.STARTING) and not timeline.server_args
+    if early and any(part in frame for frame in raised.frames for part in _ARGUMENT_FRAMES):
+        judged = (Class.BAD_ARGUMENTS, 0.9)
+    elif raised.fatal:
+        judged = (Class.SOFTWARE_EXCEPTION, 0.8)
+    elif early and _exited(timeline):
+        judged = (Class.SOFTWARE_EXCEPTION, 0.6)
+    else:
+        return None
+    return Cause(
+        failure=judged[0],
+        confidence=judged[1],
+        order=raised.order,
+        time=raised.time,
+        text=raised.text,
+        source=Source.SGLANG,
+        phase=failure.phase,
+        worker=failure.worker,
+        frames=raised.frames,
+        in_speculation=judged[0] is Class.SOFTWARE_EXCEPTION and _in_speculation(raised.frames, failure.worker),
+    )
+
+
+def _exited(timeline: Timeline) -> bool:
+    return any(s.word is Word.MAIN_EXIT and s.detail == "exited/1" for s in timeline.said)
+
+
+def _in_speculation(frames: tuple[str, ...], worker: Worker) -> bool:
+    return worker is Worker.DRAFT or any("speculative/" in frame for frame in frames)

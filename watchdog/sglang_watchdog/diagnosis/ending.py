@@ -1,0 +1,236 @@
+"""Ends that systemd, an operator or somebody outside brought about: the stops, the time limits, the kills.
+
+A result of 9/KILL says nothing by itself: SGLang kills its own tree after a fault and, up to 0.5.18, after every clean
+stop. Order tells: a stop that was asked for before anything failed is a stop, whatever the exit status.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.causes import Cause
+from sglang_watchdog.diagnosis.drain import drain_advice, in_flight
+from sglang_watchdog.diagnosis.effective import is_of
+from sglang_watchdog.diagnosis.manager import Said, Word
+from sglang_watchdog.diagnosis.signatures import Meaning
+from sglang_watchdog.diagnosis.timeline import Hit, Timeline
+from sglang_watchdog.diagnosis.verdict import Verdict, of_hit, of_said, of_unit
+from sglang_watchdog.domain.evidence import Evidence
+from sglang_watchdog.domain.failure import FailureClass as Class
+from sglang_watchdog.domain.failure import RuledOut
+from sglang_watchdog.domain.unit import ExitCode, ServiceResult, UnitSnapshot
+
+_START_STATES = frozenset({"start", "start-pre", "start-post", "condition"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a launch ended, as far as systemd and SGLang's own words about signals tell."""
+
+    timeline: Timeline
+    unit: UnitSnapshot | None  # of this launch
+    stopping: Said | None
+    sigterm: Hit | None
+    main_exit: Said | None
+
+    @classmethod
+    def of(cls, case: Case) -> "Ending":
+        unit = case.unit if case.unit and is_of(case.unit, case.timeline) else None
+        timeline = case.timeline
+        main_exit = timeline.word(Word.MAIN_EXIT)
+        stopping = timeline.word(Word.STOPPING)
+        if stopping and main_exit and stopping.order > main_exit.order:
+            stopping = None  # the stop of what was left, after main had ended by itself
+        return cls(timeline, unit, stopping, timeline.first(Meaning.SIGTERM), main_exit)
+
+    @property
+    def result(self) -> ServiceResult:
+        """systemd's Result: from the launch's own last words, else from the unit, if it is still about this launch."""
+        failed = self.timeline.word(Word.FAILED)
+        if failed and failed.detail in ServiceResult.__members__.values():
+            return ServiceResult(failed.detail)
+        if self.timeline.word(Word.SUCCEEDED):
+            return ServiceResult.SUCCESS
+        return self.unit.result if self.unit else ServiceResult.UNKNOWN
+
+    @property
+    def status(self) -> str:
+        """`killed/9`, `exited/1`; empty where it is not known."""
+        if self.main_exit:
+            return self.main_exit.detail
+        if self.unit and self.unit.exec_main_code is not ExitCode.NONE:
+            word = {ExitCode.EXITED: "exited", ExitCode.KILLED: "killed", ExitCode.DUMPED: "dumped"}
+            return f"{word[self.unit.exec_main_code]}/{self.unit.exec_main_status}"
+        return ""
+
+    @property
+    def asked_order(self) -> int | None:
+        """When the stop was asked for: the earlier of systemd's word and SGLang's."""
+        orders = [said.order for said in (self.stopping, self.sigterm) if said]
+        return min(orders, default=None)
+
+    def own_kill(self) -> Hit | None:
+        return self.timeline.first(Meaning.OWN_KILL)
+
+    def proofs(self) -> tuple[Evidence, ...]:
+        """The end in systemd's words, else in the unit's properties."""
+        said = [s for s in (self.main_exit, self.timeline.word(Word.FAILED, Word.SUCCEEDED)) if s]
+        if said:
+            return tuple(map(of_said, said))
+        return (of_unit(f"Result={self.result}, main process {self.status}"),) if self.status else ()
+
+
+Rule = Callable[[Ending, Cause | None], Verdict | None]
+
+
+def judge_stop(ending: Ending, cause: Cause | None) -> Verdict | None:
+    """A stop that was asked for before anything else was wrong. None where it was not."""
+    asked = ending.asked_order
+    if asked is not None and (cause is None or cause.order > asked):
+        return _asked(ending)
+    if asked is None and cause is None:
+        return _unseen_stop(ending)
+    return None
+
+
+def _asked(ending: Ending) -> Verdict:
+    runtime_limit = ending.timeline.word(Word.RUNTIME_LIMIT)
+    if runtime_limit and not ending.stopping:
+        return _runtime_limit(ending, runtime_limit)
+    timed_out = _stop_timed_out(ending)
+    if timed_out and ending.stopping:
+        return _stop_timeout(ending, timed_out, 0.97)
+    if timed_out:
+        return _stop_timeout(ending, timed_out, 0.8)
+    evicted = ending.timeline.first(Meaning.EVICTED)
+    if evicted and not ending.stopping:
+        return _evicted(ending, evicted)
+    client = ending.timeline.word(Word.CLIENT_KILL)
+    if client and not ending.stopping:
+        return _client_kill(ending, client)
+    return _requested(ending)
+
+
+def _stop_timed_out(ending: Ending) -> Said | None:
+    """A stop state that timed out. `State … timed out` is logged too when a crash leaves a stuck child behind: then
+    main has ended before, and the result is another."""
+    said = ending.timeline.word(Word.STATE_TIMED_OUT)
+    if said and said.detail not in _START_STATES and ending.result in (ServiceResult.TIMEOUT, ServiceResult.UNKNOWN):
+        return said
+    return None
+
+
+def _stop_timeout(ending: Ending, timed_out: Said, confidence: float) -> Verdict:
+    limit = ending.unit.stop_timeout if ending.unit else None
+    after = f" after TimeoutStopSec={limit:g} s" if limit else ""
+    busy = in_flight(ending.timeline)
+    with_requests = f" with {busy} requests still in flight" if busy else ""
+    killing = ending.timeline.word(Word.KILLING)
+    seen = [said for said in (ending.stopping, timed_out, killing) if said]
+    return Verdict(
+        Class.STOP_TIMEOUT_SIGKILL,
+        confidence,
+        f"A stop was asked for, the server was still shutting down{with_requests}, and systemd ended it with "
+        f"SIGKILL{after}. Nothing was wrong with its configuration.",
+        evidence=(*_sigterm(ending), *map(of_said, seen), *_drain_line(ending), *ending.proofs()),
+        advice=drain_advice(ending.timeline, ending.unit),
+        ruled_out=(
+            RuledOut(Class.HOST_OOM_KILL, "systemd itself sent the SIGKILL, after its stop timeout"),
+            RuledOut(Class.EXTERNAL_KILL, "the stop was asked of systemd, and systemd sent the SIGKILL"),
+        ),
+    )
+
+
+def _sigterm(ending: Ending) -> tuple[Evidence, ...]:
+    return (of_hit(ending.sigterm),) if ending.sigterm and not ending.stopping else ()
+
+
+def _drain_line(ending: Ending) -> tuple[Evidence, ...]:
+    hit = ending.timeline.first(Meaning.STOPPING)
+    return (of_hit(hit),) if hit and ending.timeline.drain else ()
+
+
+def _requested(ending: Ending) -> Verdict:
+    by_systemd = ending.stopping is not None
+    how = "by systemd" if by_systemd else "with SIGTERM"
+    died = ending.timeline.first(Meaning.CHILD_DIED)
+    ruled_out = [RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop state timed out")]
+    note = ""
+    if died and died.groups.get("code") == "-15":
+        ruled_out.append(RuledOut(Class.SOFTWARE_EXCEPTION, "the child's exit code -15 is the stop's own SIGTERM"))
+        note = " (`crashed with exit code -15` is that stop: systemd signals all processes of the unit)"
+    elif ending.status == "killed/9":
+        ruled_out.append(RuledOut(Class.EXTERNAL_KILL, "SGLang ends its own tree with SIGKILL when a stop is done"))
+        note = " (9/KILL is how this release of SGLang ends a stop)"
+    seen = [ending.stopping] if ending.stopping else []
+    return Verdict(
+        Class.REQUESTED_STOP,
+        0.95 if by_systemd else 0.75,
+        f"The server was stopped on request, {how}, and ended in time{note}. This is no failure.",
+        evidence=(*map(of_said, seen), *((of_hit(ending.sigterm),) if ending.sigterm else ()), *ending.proofs()),
+        ruled_out=tuple(ruled_out),
+    )
+
+
+def _runtime_limit(ending: Ending, said: Said) -> Verdict:
+    return Verdict(
+        Class.EXTERNAL_KILL,
+        0.9,
+        "systemd ended the server because it had run for RuntimeMaxSec= of its unit. No stop was asked for, and "
+        "nothing was wrong with the server.",
+        evidence=(of_said(said), *ending.proofs()),
+        advice=("Raise or remove RuntimeMaxSec= in the unit if the server is to run on.",),
+        ruled_out=(RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop was asked for: the unit's run time was over"),),
+    )
+
+
+def _evicted(ending: Ending, hit: Hit) -> Verdict:
+    assert ending.sigterm is not None
+    return Verdict(
+        Class.EXTERNAL_KILL,
+        0.85,
+        "Another supervisor took the server off this machine: it withdrew its place and then sent SIGTERM.",
+        evidence=(of_hit(hit), of_hit(ending.sigterm), *ending.proofs()),
+        advice=("Look in that supervisor's own log for the reason; the server itself did not fail.",),
+    )
+
+
+def _client_kill(ending: Ending, said: Said) -> Verdict:
+    return Verdict(
+        Class.EXTERNAL_KILL,
+        0.95,
+        f"Somebody sent {said.detail} to the server through systemd (`systemctl kill`).",
+        evidence=(of_said(said), *ending.proofs()),
+        ruled_out=(
+            RuledOut(Class.HOST_OOM_KILL, "systemd names a client's request as the sender of the signal"),
+            RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop was asked for"),
+        ),
+    )
+
+
+def _unseen_stop(ending: Ending) -> Verdict | None:
+    """A stop whose request is not in the excerpt, told by what only a stop brings about."""
+    timeline = ending.timeline
+    runtime_limit = timeline.word(Word.RUNTIME_LIMIT)
+    if runtime_limit:
+        return _runtime_limit(ending, runtime_limit)
+    timed_out = _stop_timed_out(ending)
+    outlived = timed_out and not (ending.main_exit and ending.main_exit.order < timed_out.order)
+    if timed_out and outlived and ending.result is ServiceResult.TIMEOUT and not timeline.complete:
+        return _stop_timeout(ending, timed_out, 0.75)
+    control = timeline.word(Word.CONTROL_EXIT)
+    stopped = timeline.word(Word.STOPPED)
+    if control and control.detail == "killed/15" and stopped and not timeline.word(Word.START_TIMED_OUT):
+        return _superseded(control, stopped)
+    return None
+
+
+def _superseded(control: Said, stopped: Said) -> Verdict:
+    return Verdict(
+        Class.REQUESTED_STOP,
+        0.75,
+        "The start was called off by another stop or restart, which ended the command that runs before the server. "
+        "This is no failure of the server.",
+        evidence=(of_said(control), of_said(stopped)),
+        ruled_out=(RuledOut(Class.START_TIMEOUT, "no start timeout was reported"),),
+    )

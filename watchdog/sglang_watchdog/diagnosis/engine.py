@@ -1,0 +1,92 @@
+"""Why a launch ended: one pure function from a case to a diagnosis.
+
+Order decides before anything else: what was asked for or went wrong first is the cause, what came after it follows
+from it. Then the figures (was the memory held by others?), then the definition (was it the one that was meant?).
+"""
+
+from dataclasses import replace
+
+from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.causes import Cause, first_cause
+from sglang_watchdog.diagnosis.effective import Speculation, effective_settings, speculation_of
+from sglang_watchdog.diagnosis.ending import Ending, judge_stop
+from sglang_watchdog.diagnosis.explain import explain
+from sglang_watchdog.diagnosis.held import held_memory
+from sglang_watchdog.diagnosis.rollback import rollback_helps
+from sglang_watchdog.diagnosis.stale import stale, stale_advice
+from sglang_watchdog.diagnosis.starting import judge_kill, judge_manager, unknown
+from sglang_watchdog.diagnosis.verdict import Verdict
+from sglang_watchdog.domain.evidence import Evidence
+from sglang_watchdog.domain.failure import Diagnosis
+from sglang_watchdog.domain.failure import FailureClass as Class
+from sglang_watchdog.domain.launch import Phase
+from sglang_watchdog.domain.secrets import redact_mapping, redact_text
+
+_GPU_OOM = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.WEIGHTS_OOM, Class.RUNTIME_CUDA_OOM})
+_MOST_EVIDENCE = 12
+
+
+def diagnose(case: Case) -> Diagnosis:
+    """Never raises for what a case holds: what is not proven is `unknown`."""
+    speculation = speculation_of(case)
+    ending = Ending.of(case)
+    verdict = _judge(case, ending, speculation)
+    verdict = stale(case, verdict, speculation) or replace(
+        verdict, advice=(*verdict.advice, *stale_advice(case, speculation))
+    )
+    return _diagnosis(case, verdict, speculation)
+
+
+def _judge(case: Case, ending: Ending, speculation: Speculation) -> Verdict:
+    cause = first_cause(case)
+    stop = judge_stop(ending, cause)
+    if stop:
+        return stop
+    if cause:
+        return _caused(case, ending, cause, speculation)
+    return judge_manager(case, ending) or judge_kill(case, ending) or unknown(case, ending)
+
+
+def _caused(case: Case, ending: Ending, cause: Cause, speculation: Speculation) -> Verdict:
+    held = held_memory(case, cause) if cause.failure in _GPU_OOM else None
+    verdict = explain(case, cause, speculation, held)
+    context = tuple(e for e in ending.proofs() if e not in verdict.evidence)
+    return replace(verdict, evidence=(*verdict.evidence, *context))
+
+
+def _diagnosis(case: Case, verdict: Verdict, speculation: Speculation) -> Diagnosis:
+    return Diagnosis(
+        failure=verdict.failure,
+        confidence=verdict.confidence,
+        summary=redact_text(verdict.summary),
+        phase=_phase(case, verdict),
+        rollback_helps=rollback_helps(case, verdict, speculation),
+        effective=redact_mapping(effective_settings(case)),
+        evidence=tuple(map(_redacted, verdict.evidence[:_MOST_EVIDENCE])),
+        ruled_out=tuple(r for r in verdict.ruled_out if r.failure is not verdict.failure),
+        advice=tuple(map(redact_text, (*verdict.advice, *_reading_notes(case)))),
+    )
+
+
+def _phase(case: Case, verdict: Verdict) -> Phase:
+    if verdict.phase and verdict.phase is not Phase.UNKNOWN:
+        return verdict.phase
+    if verdict.failure in (Class.REQUESTED_STOP, Class.STOP_TIMEOUT_SIGKILL):
+        return Phase.STOPPING
+    return case.timeline.phase
+
+
+def _redacted(evidence: Evidence) -> Evidence:
+    """Without secrets, and on one line without control characters: a log line must not steer a terminal."""
+    printable = "".join(char if char.isprintable() else " " for char in evidence.text)
+    return replace(evidence, text=redact_text(printable).strip())
+
+
+def _reading_notes(case: Case) -> tuple[str, ...]:
+    """What the input itself lacks."""
+    notes = []
+    if case.timeline.lost_fields and not case.timeline.server_args:
+        notes.append("The journal was written without --all, so long lines (server_args) are missing from it.")
+    if case.timeline.suppressed:
+        notes.append("journald dropped lines of this unit (rate limit): the log has gaps.")
+    return tuple(notes)

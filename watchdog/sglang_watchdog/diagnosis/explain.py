@@ -1,0 +1,313 @@
+"""Says a cause in words: one sentence that an operator understands at three in the morning, and what to do."""
+
+from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.causes import Cause
+from sglang_watchdog.diagnosis.effective import Speculation, server_args_of
+from sglang_watchdog.diagnosis.held import Held
+from sglang_watchdog.diagnosis.memory_fit import Budget, budget_of, most_steps, states_gib
+from sglang_watchdog.diagnosis.progress import Worker
+from sglang_watchdog.diagnosis.signatures import Meaning
+from sglang_watchdog.diagnosis.verdict import Verdict, of_cause
+from sglang_watchdog.domain.evidence import Evidence, Source
+from sglang_watchdog.domain.failure import FailureClass as Class
+from sglang_watchdog.domain.failure import RuledOut
+from sglang_watchdog.domain.launch import Phase
+
+_GPU_ONLY = RuledOut(Class.HOST_OOM_KILL, "GPU memory ran out; the kernel's OOM killer has no part in that")
+_OWN_KILL = RuledOut(Class.EXTERNAL_KILL, "SGLang ended its own processes after the failure: 9/KILL is its own doing")
+
+
+def explain(case: Case, cause: Cause, speculation: Speculation, held: Held | None) -> Verdict:
+    """The verdict on a cause."""
+    if held:
+        return _held(cause, held)
+    match cause.failure:
+        case Class.KV_CACHE_OOM if cause.hit and cause.hit.means is Meaning.KV_EXHAUSTED:
+            return _exhausted(cause)
+        case Class.KV_CACHE_OOM if cause.hit and cause.hit.means is Meaning.CUDA_OOM:
+            return _pool_raw(cause)
+        case Class.KV_CACHE_OOM:
+            return _unsizable(case, cause, speculation)
+        case Class.CUDA_GRAPH_OOM:
+            return _graph(cause, speculation)
+        case Class.GPU_MEMORY_HELD:
+            return _held_by_word(cause)
+        case _:
+            return _plain(cause)
+
+
+def _held(cause: Cause, held: Held) -> Verdict:
+    whose = {True: " by an earlier launch of this unit", False: "", None: ""}[held.ours]
+    name = f" ({held.who})" if held.who not in ("", "another process") else ""
+    return Verdict(
+        Class.GPU_MEMORY_HELD,
+        held.confidence,
+        f"GPU memory ran out because {held.gib:.1f} GiB of it were held{whose or ' by another process'}{name}, "
+        "not because this configuration needs too much.",
+        evidence=(of_cause(cause), held.evidence),
+        advice=("Free the GPU (see `sglang-watchdog gpus`), then start the same configuration again.",),
+        ruled_out=(
+            RuledOut(cause.failure, "the card was not clean, so its lack of memory says nothing of the configuration"),
+            _GPU_ONLY,
+        ),
+        phase=cause.phase,
+        cause=cause,
+    )
+
+
+def _held_by_word(cause: Cause) -> Verdict:
+    unbalanced = cause.hit is not None and cause.hit.means is Meaning.UNBALANCED
+    how = (
+        "before it loaded anything the server found much less free memory on one GPU than on the others"
+        if unbalanced
+        else "the check before the start found GPU memory in use"
+    )
+    return Verdict(
+        Class.GPU_MEMORY_HELD,
+        cause.confidence,
+        f"GPU memory is held by somebody else: {how}.",
+        evidence=(of_cause(cause),),
+        advice=(
+            "See who holds it with `sglang-watchdog gpus`, end what was left behind, then start the same configuration "
+            "again. Memory that no process accounts for needs a reset of the GPU or a reboot.",
+        ),
+        phase=cause.phase,
+        cause=cause,
+    )
+
+
+def _exhausted(cause: Cause) -> Verdict:
+    return Verdict(
+        Class.KV_CACHE_OOM,
+        cause.confidence,
+        "The KV cache ran full while serving, and this release of SGLang ends on that instead of waiting.",
+        evidence=(of_cause(cause),),
+        advice=("Allow fewer requests at once (--max-running-requests), or give the pool more memory.",),
+        ruled_out=(RuledOut(Class.RUNTIME_CUDA_OOM, "SGLang's own pool was full; no allocation on the GPU failed"),),
+        phase=cause.phase,
+        cause=cause,
+    )
+
+
+def _pool_raw(cause: Cause) -> Verdict:
+    whose = "the draft model's KV cache" if cause.worker is Worker.DRAFT else "the KV cache"
+    why = (
+        " The target's pool had taken nearly everything before; releases that do not count the draft's pool in the "
+        "fraction end so when the fraction is high."
+        if cause.worker is Worker.DRAFT
+        else ""
+    )
+    return Verdict(
+        Class.KV_CACHE_OOM,
+        cause.confidence,
+        f"GPU memory ran out while {whose} was allocated.{why}",
+        evidence=(of_cause(cause),),
+        advice=("Lower --mem-fraction-static; fewer draft tokens or requests help as well.",),
+        ruled_out=(
+            RuledOut(Class.CUDA_GRAPH_OOM, "it was a pool that was being allocated; no graph had been begun"),
+            _GPU_ONLY,
+            _OWN_KILL,
+        ),
+        phase=cause.phase,
+        cause=cause,
+    )
+
+
+def _unsizable(case: Case, cause: Cause, speculation: Speculation) -> Verdict:
+    budget = budget_of(case.timeline.memory, server_args_of(case), case.timeline.releases)
+    figures = _figures(case, cause, budget, speculation) if budget else ()
+    return Verdict(
+        Class.KV_CACHE_OOM,
+        cause.confidence,
+        " ".join(("The KV cache could not be sized: no GPU memory was left for it when the server started.", *figures)),
+        evidence=(of_cause(cause), *_budget_evidence(budget)),
+        advice=_kv_advice(cause, budget, speculation),
+        ruled_out=(
+            RuledOut(Class.CUDA_GRAPH_OOM, "it failed before any graph was captured"),
+            _GPU_ONLY,
+            _OWN_KILL,
+        ),
+        phase=cause.phase,
+        cause=cause,
+    )
+
+
+def _figures(case: Case, cause: Cause, budget: Budget, speculation: Speculation) -> tuple[str, ...]:
+    if budget.rest <= 0:
+        return (
+            f"The weights alone exceed --mem-fraction-static={budget.fraction:g} by {-budget.rest:.1f} GiB "
+            f"({budget.available:.1f} of {budget.before:.1f} GiB were free after them).",
+        )
+    per_slot, requests = _per_slot(cause), _requests(case)
+    if not speculation.draft_tokens or not requests:
+        return (f"The weights left {budget.rest:.1f} GiB of the budget; the model's state caches took that.",)
+    states = (
+        f"The weights left {budget.rest:.1f} GiB of the budget, but the state caches for {requests} running requests "
+        f"with {speculation.draft_tokens} draft tokens each ({speculation.describe()}) need more"
+    )
+    if per_slot:
+        needed = states_gib(per_slot, requests, speculation.draft_tokens, requests)
+        steps = most_steps(budget, per_slot, requests, speculation.steps or speculation.draft_tokens - 1)
+        fits = f"; steps {steps} would fit" if steps else ""
+        return (f"{states}: about {needed:.1f} GiB{fits}.",)
+    return (f"{states}.",)
+
+
+def _per_slot(cause: Cause) -> float | None:
+    text = cause.hit.groups.get("per_request_mb") if cause.hit else None
+    return float(text) / 1024 if text else None
+
+
+def _requests(case: Case) -> int | None:
+    value = server_args_of(case).get("max_running_requests")
+    return value if isinstance(value, int) else None
+
+
+def _budget_evidence(budget: Budget | None) -> tuple[Evidence, ...]:
+    if budget is None:
+        return ()
+    text = (
+        f"{budget.before:.2f} GiB free before the weights, {budget.available:.2f} after; the fraction "
+        f"{budget.fraction:g} leaves {budget.rest:.2f} GiB for the pools"
+    )
+    return (Evidence(Source.SGLANG, text),)
+
+
+def _kv_advice(cause: Cause, budget: Budget | None, speculation: Speculation) -> tuple[str, ...]:
+    advice = []
+    if _advice_is_met(cause):
+        assert cause.hit is not None
+        advice.append(
+            f"SGLang's own advice does not help: --mem-fraction-static is {cause.hit.groups['fraction']} already, and "
+            f"it asks for no more than {cause.hit.groups['viable']}, which leaves out what the state caches need."
+        )
+    elif budget and budget.rest <= 0:
+        advice.append(f"--mem-fraction-static must be above {budget.smallest_fraction:.3f} for the weights alone.")
+    if speculation.on:
+        advice.append("Use fewer speculative steps: each draft token takes memory for every running request.")
+    if speculation.on or _advice_is_met(cause):
+        advice.append("Fewer running requests (--max-running-requests) save as much.")
+    if not advice:
+        advice.append("Raise --mem-fraction-static, or use a smaller context or more GPUs.")
+    return tuple(advice)
+
+
+def _advice_is_met(cause: Cause) -> bool:
+    groups = cause.hit.groups if cause.hit else {}
+    return "viable" in groups and float(groups["fraction"]) > float(groups["viable"])
+
+
+def _graph(cause: Cause, speculation: Speculation) -> Verdict:
+    wrapped = "graph failed" in cause.text
+    what = "while CUDA graphs were captured" if wrapped else "while the buffers of the CUDA graphs were allocated"
+    advice = ["Lower --mem-fraction-static, so that the pools leave room for the graphs."]
+    if speculation.on:
+        advice.append("Fewer speculative steps make the graphs smaller.")
+    advice.append("A smaller largest batch (--cuda-graph-max-bs) makes them smaller too.")
+    return Verdict(
+        Class.CUDA_GRAPH_OOM,
+        cause.confidence,
+        f"GPU memory ran out {what}: the KV cache had been made, and left too little.",
+        evidence=(of_cause(cause),),
+        advice=tuple(advice),
+        ruled_out=(
+            RuledOut(Class.KV_CACHE_OOM, "the pools had been allocated before"),
+            _GPU_ONLY,
+            _OWN_KILL,
+        ),
+        phase=Phase.CAPTURING_GRAPHS,
+        cause=cause,
+    )
+
+
+# For the rest one sentence and one piece of advice each.
+_SENTENCES: dict[Class, tuple[str, str]] = {
+    Class.WEIGHTS_OOM: (
+        "GPU memory ran out while the model's weights were loaded: they do not fit as configured.",
+        "Use more GPUs, a quantised model, or a larger share for the weights.",
+    ),
+    Class.RUNTIME_CUDA_OOM: (
+        "GPU memory ran out while the server was at work: a batch needed more than the pools had left.",
+        "Lower --mem-fraction-static or --chunked-prefill-size, so that more is left for the work itself.",
+    ),
+    Class.HOST_OOM_KILL: (
+        "The kernel killed a process of the server because the host's memory (RAM) ran out.",
+        "Find what used the RAM (`journalctl -k`). GPU settings and speculation have no part in it.",
+    ),
+    Class.CGROUP_OOM_KILL: (
+        "The kernel killed a process of the server because the memory limit of its unit or container was reached.",
+        "Raise that limit, or use less host memory (--hicache-size, shared memory).",
+    ),
+    Class.HOST_MEMORY_SHORTAGE: (
+        "The host's memory (RAM, or a limit on it) was too small for an allocation.",
+        "Free RAM, or ask for less of it (--hicache-size, --hicache-ratio).",
+    ),
+    Class.SHM_OR_DISK_FULL: (
+        "A file system was full: /dev/shm or a disk.",
+        "See which with `df -h /dev/shm /tmp /`; left-over files of killed servers in /dev/shm can be removed.",
+    ),
+    Class.GPU_HARDWARE_FAULT: (
+        "The GPU, its link or its driver failed.",
+        "Look at `dmesg` and `nvidia-smi -q`. The card may need a reset, a reboot or a repair.",
+    ),
+    Class.CUDA_ERROR: (
+        "A GPU kernel failed (an illegal access or a failed launch).",
+        "Restart. If it comes back, look for a known fault of this SGLang release with this model and backend.",
+    ),
+    Class.NCCL_ERROR: (
+        "The GPUs could not talk to each other: a collective operation failed first.",
+        "Look at the network and its limits (LimitMEMLOCK=, interfaces); NCCL_DEBUG=INFO says more.",
+    ),
+    Class.SEGFAULT: (
+        "A process of the server crashed in native code.",
+        "Look for a core dump (`coredumpctl`) and for a known fault of this release.",
+    ),
+    Class.SOFTWARE_EXCEPTION: (
+        "The server ended on a fault in its own software.",
+        "Look for the exception's text among the known faults of this release.",
+    ),
+    Class.INTERNAL_WATCHDOG_HANG: (
+        "The server made no progress for so long that SGLang's own watchdog ended it.",
+        "Find what it hung in (stack dumps before the end of the log); a longer --watchdog-timeout only hides it.",
+    ),
+    Class.UNRESPONSIVE: (
+        "The server stopped answering, and a health check had it killed.",
+        "Look at what it was doing before the health checks failed.",
+    ),
+    Class.BAD_ARGUMENTS: (
+        "The server refused its command line or settings.",
+        "Correct the command in the unit; the message names what was refused.",
+    ),
+    Class.MISSING_DEPENDENCY: (
+        "Something that the server needs is missing: a file, a model, a library or a tool.",
+        "Put it in place; the message names it. Memory advice that SGLang prints beside it does not apply.",
+    ),
+    Class.PORT_IN_USE: (
+        "Another process has the server's port.",
+        "See which with `ss -ltnp`, end it, or choose another port.",
+    ),
+}
+
+
+def _plain(cause: Cause) -> Verdict:
+    sentence, advice = _SENTENCES[cause.failure]
+    where = " It happened in the code of speculative decoding." if cause.in_speculation else ""
+    ruled_out = (_OWN_KILL,) if cause.source is Source.SGLANG else ()
+    return Verdict(
+        cause.failure,
+        cause.confidence,
+        f"{sentence}{where}",
+        evidence=(of_cause(cause),),
+        advice=(advice,),
+        ruled_out=ruled_out + _not_memory(cause),
+        phase=cause.phase,
+        cause=cause,
+    )
+
+
+def _not_memory(cause: Cause) -> tuple[RuledOut, ...]:
+    """A capture that fails for another reason is printed with the same advice about memory."""
+    if cause.phase is Phase.CAPTURING_GRAPHS and cause.failure is not Class.WEIGHTS_OOM:
+        because = "graph capture failed for another reason; the memory advice printed with it is always the same"
+        return (RuledOut(Class.CUDA_GRAPH_OOM, because),)
+    return ()

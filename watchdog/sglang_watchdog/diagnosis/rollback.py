@@ -1,0 +1,55 @@
+"""Whether going back to less or no speculation would have avoided the end. None where that cannot be known."""
+
+from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.effective import Speculation, argv_of, server_args_of
+from sglang_watchdog.diagnosis.memory_fit import budget_of
+from sglang_watchdog.diagnosis.progress import Worker
+from sglang_watchdog.diagnosis.signatures import Meaning
+from sglang_watchdog.diagnosis.verdict import Verdict
+from sglang_watchdog.domain.failure import FailureClass as Class
+from sglang_watchdog.domain.speculation import SpeculationConfig
+
+_DEPENDS = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.WEIGHTS_OOM, Class.RUNTIME_CUDA_OOM})
+_SOFTWARE = frozenset({Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR, Class.SEGFAULT, Class.BAD_ARGUMENTS})
+_UNCERTAIN = frozenset({Class.UNKNOWN, Class.UNRESPONSIVE, Class.INTERNAL_WATCHDOG_HANG})
+
+
+def rollback_helps(case: Case, verdict: Verdict, speculation: Speculation) -> bool | None:
+    helps = _would_help(case, verdict, speculation)
+    if helps and case.has_ledger:
+        return _differs_from_known_good(case)
+    return helps
+
+
+def _would_help(case: Case, verdict: Verdict, speculation: Speculation) -> bool | None:
+    cause = verdict.cause
+    if verdict.failure in _DEPENDS:
+        return _memory(case, verdict, speculation)
+    if verdict.failure in _SOFTWARE:
+        if cause and cause.in_speculation:
+            return True
+        return None if verdict.failure is not Class.BAD_ARGUMENTS and speculation.on is not False else False
+    return None if verdict.failure in _UNCERTAIN else False
+
+
+def _memory(case: Case, verdict: Verdict, speculation: Speculation) -> bool | None:
+    cause = verdict.cause
+    if verdict.failure is Class.WEIGHTS_OOM:
+        return cause is not None and cause.worker is Worker.DRAFT  # the target's own weights are in then
+    if cause and cause.hit and cause.hit.means is Meaning.KV_EXHAUSTED:
+        return None  # load decides, and speculation only in part
+    if speculation.on is None:
+        return None
+    if not speculation.on:
+        return False
+    budget = budget_of(case.timeline.memory, server_args_of(case), case.timeline.releases)
+    target_alone_exceeds = budget is not None and not budget.fits_without_draft
+    return not (verdict.failure is Class.KV_CACHE_OOM and target_alone_exceeds)
+
+
+def _differs_from_known_good(case: Case) -> bool | None:
+    """With a ledger there has to be something proven to go back to, and it has to be another config."""
+    if case.known_good is None:
+        return None
+    ran = SpeculationConfig.of(argv_of(case), case.managed) if argv_of(case) else None
+    return None if ran is None else not ran.same_as(case.known_good)

@@ -1,0 +1,202 @@
+"""Signatures: wordings that mean something, as data (`signatures.toml`, `releases.toml`), tested by their samples.
+
+A new wording of a known meaning is a new entry there and needs no code. What a meaning makes of a launch is decided
+elsewhere, from the phase and the frames in which it was seen.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+
+from sglang_watchdog.domain.evidence import Source
+
+
+class Meaning(StrEnum):
+    """What a wording says, whatever the phase."""
+
+    KV_UNSIZABLE = "kv_unsizable"  # the KV or state pool cannot be sized
+    KV_EXHAUSTED = "kv_exhausted"  # the pool ran out fatally while serving
+    CUDA_OOM = "cuda_oom"
+    UNBALANCED = "unbalanced"  # SGLang's check of free memory over the ranks
+    HELD = "held"  # somebody says that GPU memory is held
+    HOST_ALLOCATION = "host_allocation"  # host memory refused, nothing killed
+    DRIVER_NO_MEMORY = "driver_no_memory"  # the driver cannot allocate (unified memory)
+    HOST_KILL = "host_kill"  # the kernel's global OOM killer
+    CGROUP_KILL = "cgroup_kill"
+    CGROUP_COUNTER = "cgroup_counter"  # memory.events' oom_kill moved
+    NO_SPACE = "no_space"
+    HARDWARE = "hardware"
+    XID = "xid"  # the code decides
+    CUDA_FAULT = "cuda_fault"
+    NCCL_FAULT = "nccl_fault"
+    NATIVE_CRASH = "native_crash"
+    HANG = "hang"  # SGLang's own watchdog fired
+    NO_PROGRESS = "no_progress"
+    PROBER_KILL = "prober_kill"
+    BAD_ARGUMENT = "bad_argument"
+    DRAFT_MISSING = "draft_missing"  # speculation asked for without its draft model
+    MISSING = "missing"
+    PORT = "port"
+    SOFTWARE = "software"
+    EVICTED = "evicted"
+    OTHER_RANK = "other_rank"  # says that the cause is in another rank's log
+    CHILD_DIED = "child_died"  # group `code`
+    OWN_KILL = "own_kill"  # SGLang ends its own tree
+    SIGTERM = "sigterm"
+    STOPPING = "stopping"  # the server says that it shuts down
+    ECHO = "echo"  # what the end of another process causes
+    BENIGN = "benign"  # error words in a good start
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A release of SGLang, of which only the numbers count (`0.5.10.post1` is `0.5.10`)."""
+
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Release | None":
+        found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text)
+        return cls(tuple(int(part or 0) for part in found.groups())) if found else None
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRange:
+    """Releases from `since` up to and with `until`; None leaves that end open."""
+
+    since: Release | None = None
+    until: Release | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.since is not None or self.until is not None
+
+    def narrowed(self, other: "ReleaseRange") -> "ReleaseRange":
+        """What both allow. Where they exclude each other (a log of two releases) the first one stays."""
+        since = max((r for r in (self.since, other.since) if r), key=lambda r: r.numbers, default=None)
+        until = min((r for r in (self.until, other.until) if r), key=lambda r: r.numbers, default=None)
+        if since and until and since.numbers > until.numbers:
+            return self
+        return ReleaseRange(since, until)
+
+    def overlaps(self, other: "ReleaseRange") -> bool:
+        begins = max(r.since.numbers if r.since else () for r in (self, other))
+        ends = [r.until.numbers for r in (self, other) if r.until]
+        return not ends or begins <= min(ends)
+
+    def surely_before(self, release: str) -> bool:
+        """Every release of the range is older than `release`."""
+        limit = Release.parse(release)
+        return bool(limit and self.until and self.until.numbers < limit.numbers)
+
+    def surely_from(self, release: str) -> bool:
+        limit = Release.parse(release)
+        return bool(limit and self.since and self.since.numbers >= limit.numbers)
+
+    def describe(self) -> str:
+        match self.since, self.until:
+            case None, None:
+                return "unknown release"
+            case since, None:
+                return f"{since} or newer"
+            case None, until:
+                return f"{until} or older"
+            case since, until:
+                return str(since) if since == until else f"{since} to {until}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """`needles` are literals of which a line must hold one before the pattern is tried: a search for a literal costs
+    a fraction of a pattern's, and nearly all lines of a serving launch hold none."""
+
+    id: str
+    means: Meaning
+    source: Source
+    needles: tuple[str, ...]
+    pattern: re.Pattern[str]
+    releases: ReleaseRange
+    samples: tuple[str, ...]
+    others: tuple[str, ...]
+    fatal: bool = True  # False: the server may go on after such a line
+
+    def search(self, text: str) -> re.Match[str] | None:
+        if not any(needle in text for needle in self.needles):
+            return None
+        return self.pattern.search(text)
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseMark:
+    """A wording that only some releases print: tells the release of a log."""
+
+    needle: str
+    pattern: re.Pattern[str]
+    releases: ReleaseRange
+    samples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    signatures: tuple[Signature, ...]
+    marks: tuple[ReleaseMark, ...]
+
+    def of(self, source: Source) -> tuple[Signature, ...]:
+        """Benign ones first: what they match is looked at no further."""
+        chosen = [s for s in self.signatures if s.source is source]
+        return tuple(sorted(chosen, key=lambda s: s.means is not Meaning.BENIGN))
+
+
+@cache
+def catalog() -> Catalog:
+    """The packaged catalog, read once. A mistake in it is a mistake in the package: KeyError or re.error."""
+    return Catalog(
+        tuple(_signature(row) for row in _rows("signatures.toml", "signature")),
+        tuple(_mark(row) for row in _rows("releases.toml", "mark")),
+    )
+
+
+def _rows(name: str, key: str) -> list[dict[str, object]]:
+    text = files("sglang_watchdog.diagnosis").joinpath(name).read_text(encoding="utf-8")
+    rows: list[dict[str, object]] = tomllib.loads(text)[key]
+    return rows
+
+
+def _signature(row: Mapping[str, object]) -> Signature:
+    return Signature(
+        id=str(row["id"]),
+        means=Meaning(str(row["means"])),
+        source=Source(str(row.get("source", Source.SGLANG))),
+        needles=tuple(_strings(row, "needles")),
+        pattern=re.compile(str(row["pattern"])),
+        releases=_releases(row),
+        samples=tuple(_strings(row, "samples")),
+        others=tuple(_strings(row, "others")),
+        fatal=bool(row.get("fatal", True)),
+    )
+
+
+def _mark(row: Mapping[str, object]) -> ReleaseMark:
+    return ReleaseMark(
+        needle=str(row["needle"]),
+        pattern=re.compile(str(row["pattern"])),
+        releases=_releases(row),
+        samples=tuple(_strings(row, "samples")),
+    )
+
+
+def _releases(row: Mapping[str, object]) -> ReleaseRange:
+    return ReleaseRange(Release.parse(str(row.get("since", ""))), Release.parse(str(row.get("until", ""))))
+
+
+def _strings(row: Mapping[str, object], key: str) -> Iterator[str]:
+    values = row.get(key, [])
+    assert isinstance(values, list), f"{key} of {row.get('id')} is no list"
+    yield from map(str, values)

@@ -1,0 +1,206 @@
+"""Ends for which systemd's words are all that there is: starts that failed or took too long, and kills from outside."""
+
+from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.ending import Ending
+from sglang_watchdog.diagnosis.manager import Said, Word
+from sglang_watchdog.diagnosis.signatures import Meaning
+from sglang_watchdog.diagnosis.verdict import Verdict, of_hit, of_said, of_unit
+from sglang_watchdog.domain.evidence import Evidence
+from sglang_watchdog.domain.failure import FailureClass as Class
+from sglang_watchdog.domain.failure import RuledOut
+from sglang_watchdog.domain.launch import Phase
+from sglang_watchdog.domain.unit import ServiceResult
+
+# systemd's own exit statuses: a step before the program could not be done (systemd.exec(5)).
+_EXEC_STATUSES = range(200, 246)
+
+
+def judge_manager(case: Case, ending: Ending) -> Verdict | None:
+    """The first rule that has its proof, in order of how near its words are to a cause."""
+    rules = (_memory_kill, _could_not_execute, _could_not_prepare, _start_timeout, _client_kill, _start_limit)
+    verdicts = (rule(case, ending) for rule in rules)
+    return next((verdict for verdict in verdicts if verdict), None)
+
+
+def _memory_kill(case: Case, ending: Ending) -> Verdict | None:
+    timeline = case.timeline
+    oomd, told = timeline.word(Word.OOMD), timeline.word(Word.OUT_OF_MEMORY)
+    if oomd:
+        return Verdict(
+            Class.CGROUP_OOM_KILL,
+            0.95,
+            "systemd-oomd killed the server because its memory group was under pressure. GPU memory has no part in it.",
+            evidence=(of_said(oomd), *ending.proofs()),
+        )
+    if not told and ending.result is not ServiceResult.OOM_KILL:
+        return None
+    limited = bool(ending.unit and ending.unit.memory_max)
+    where = "the memory limit of its unit (MemoryMax=)" if limited else "the host's memory"
+    return Verdict(
+        Class.CGROUP_OOM_KILL if limited else Class.HOST_OOM_KILL,
+        0.8,
+        f"The kernel killed a process of the server because {where} ran out. GPU memory has no part in it.",
+        evidence=(*((of_said(told),) if told else ()), *ending.proofs()),
+        advice=("Look at the kernel's log (`journalctl -k`) for what used the memory.",),
+        ruled_out=(RuledOut(Class.EXTERNAL_KILL, "systemd saw the OOM killer at work in the unit's group"),),
+    )
+
+
+def _could_not_execute(_case: Case, ending: Ending) -> Verdict | None:
+    code, _, status = ending.status.partition("/")
+    if code != "exited" or not status.isdigit() or int(status) not in _EXEC_STATUSES:
+        return None
+    return Verdict(
+        Class.MISSING_DEPENDENCY,
+        0.9,
+        f"The program never ran: systemd could not execute it (status {status}). The file, its rights or its security "
+        "label are wrong.",
+        evidence=ending.proofs(),
+        phase=Phase.STARTING,
+    )
+
+
+def _could_not_prepare(case: Case, ending: Ending) -> Verdict | None:
+    said = case.timeline.word(Word.RESOURCES)
+    if not said and ending.result is not ServiceResult.RESOURCES:
+        return None
+    drop_ins = ending.unit.drop_ins if ending.unit else ()
+    return Verdict(
+        Class.MISSING_DEPENDENCY,
+        0.8,
+        "The program never ran: systemd could not set it up, because a file that the unit names is missing.",
+        evidence=((of_said(said),) if said else ending.proofs()) + _drop_ins(drop_ins),
+        advice=(
+            "See which file is meant with `systemctl cat UNIT`. A drop-in that was left behind shadows the unit file: "
+            "look at DropInPaths of `systemctl show UNIT` first.",
+        ),
+        phase=Phase.STARTING,
+    )
+
+
+def _drop_ins(paths: tuple[str, ...]) -> tuple[Evidence, ...]:
+    return (of_unit(f"DropInPaths={' '.join(paths)}"),) if paths else ()
+
+
+def _start_timeout(case: Case, ending: Ending) -> Verdict | None:
+    said = case.timeline.word(Word.START_TIMED_OUT)
+    if not said:
+        return None
+    return Verdict(
+        Class.START_TIMEOUT,
+        0.9,
+        "The server was not up within the unit's start timeout, and systemd ended it while it was still starting.",
+        evidence=(of_said(said), *ending.proofs()),
+        advice=("Raise TimeoutStartSec= in the unit, or find out what made the start so slow.",),
+        ruled_out=(RuledOut(Class.STOP_TIMEOUT_SIGKILL, "it was the start that timed out, not a stop"),),
+    )
+
+
+def _client_kill(case: Case, ending: Ending) -> Verdict | None:
+    said = case.timeline.word(Word.CLIENT_KILL)
+    if not said:
+        return None
+    return Verdict(
+        Class.EXTERNAL_KILL,
+        0.95,
+        f"Somebody sent {said.detail} to the server through systemd (`systemctl kill`).",
+        evidence=(of_said(said), *ending.proofs()),
+        ruled_out=(
+            RuledOut(Class.HOST_OOM_KILL, "systemd names a client's request as the sender of the signal"),
+            RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop was asked for"),
+        ),
+    )
+
+
+def _start_limit(case: Case, ending: Ending) -> Verdict | None:
+    said = case.timeline.word(Word.START_LIMIT)
+    if not said and ending.result is not ServiceResult.START_LIMIT_HIT:
+        return None
+    control = case.timeline.word(Word.CONTROL_EXIT)
+    before = " The command that runs before the server failed each time." if control else ""
+    return Verdict(
+        Class.START_LIMIT_HIT,
+        0.8,
+        f"systemd gave up after too many failed starts.{before} This log does not say why they failed.",
+        evidence=(*((of_said(control),) if control else ()), *((of_said(said),) if said else ending.proofs())),
+        advice=("Look at the launches before this one; `systemctl reset-failed UNIT` allows the next start.",),
+    )
+
+
+def judge_kill(case: Case, ending: Ending) -> Verdict | None:
+    """A SIGKILL that nobody explains. Only a whole log in which systemd itself saw no memory kill can exclude SGLang,
+    the stop timeout and the kernel; then a person or another program is what is left."""
+    timeline = case.timeline
+    whole = timeline.complete and not timeline.suppressed and not timeline.lost_fields
+    child = next((h for h in timeline.hits if h.means is Meaning.CHILD_DIED and h.groups.get("code") == "-9"), None)
+    if not whole or ending.result not in (ServiceResult.SIGNAL, ServiceResult.EXIT_CODE):
+        return None
+    if child:
+        return _killed("a process of the server", (of_hit(child), *ending.proofs()), 0.6)
+    if ending.status in ("killed/9", "killed/15", "killed/2") and not ending.own_kill() and _quiet(case):
+        return _killed("the server", ending.proofs(), 0.65)
+    return None
+
+
+def _quiet(case: Case) -> bool:
+    """Nothing in the log was wrong before the end."""
+    return not case.timeline.failures and not case.timeline.first(Meaning.ECHO, Meaning.OTHER_RANK)
+
+
+def _killed(what: str, evidence: tuple[Evidence, ...], confidence: float) -> Verdict:
+    return Verdict(
+        Class.EXTERNAL_KILL,
+        confidence,
+        f"Somebody or something outside killed {what}: nothing in its log was wrong before, no stop was asked for, and "
+        "systemd saw no memory kill.",
+        evidence=evidence,
+        advice=("Ask who or what sends signals on this host: other supervisors, clean-up scripts, people.",),
+        ruled_out=(
+            RuledOut(Class.HOST_OOM_KILL, "no kernel line, and systemd's result is not oom-kill"),
+            RuledOut(Class.SOFTWARE_EXCEPTION, "no exception was logged before the kill"),
+            RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop was asked for"),
+        ),
+    )
+
+
+def unknown(case: Case, ending: Ending) -> Verdict:
+    """The honest answer, with what can be said."""
+    words = _unknown_words(case, ending)
+    seen: list[Said] = [s for s in (case.timeline.word(Word.WATCHDOG),) if s]
+    hints = [h for h in case.timeline.hits if h.means in (Meaning.CHILD_DIED, Meaning.OTHER_RANK, Meaning.OWN_KILL)][:2]
+    return Verdict(
+        Class.UNKNOWN,
+        0.3,
+        words,
+        evidence=(*map(of_said, seen), *map(of_hit, hints), *ending.proofs()),
+        ruled_out=_not_memory(case),
+    )
+
+
+def _not_memory(case: Case) -> tuple[RuledOut, ...]:
+    if case.timeline.first(Meaning.CHILD_DIED, Meaning.OWN_KILL):
+        return (RuledOut(Class.HOST_OOM_KILL, "no line of the kernel or of systemd says so; SGLang only guesses it"),)
+    return ()
+
+
+def _unknown_words(case: Case, ending: Ending) -> str:
+    timeline = case.timeline
+    if timeline.word(Word.WATCHDOG) or ending.result is ServiceResult.WATCHDOG:
+        return (
+            "The unit's own watchdog (WatchdogSec=) ended it. SGLang never answers that watchdog: remove the setting."
+        )
+    if timeline.first(Meaning.OTHER_RANK):
+        return "One rank waited for another that did not come. The other rank's own log says why; this one does not."
+    if timeline.first(Meaning.CUDA_OOM):
+        return "GPU memory ran out, but the log does not tell what was being allocated then."
+    if ending.own_kill():
+        return (
+            "A process of the server failed and SGLang then killed its own tree; the failure itself is not in this log."
+        )
+    if timeline.first(Meaning.CHILD_DIED):
+        return "A process of the server was ended by a signal. Nothing here says who sent it."
+    if ending.status == "exited/0":
+        return "The server ended with status 0 although nobody asked it to. Nothing here says why."
+    if not timeline.ended and not ending.status:
+        return "Nothing here says that the launch ended, or why."
+    return f"The server ended ({ending.status or ending.result or 'no status seen'}). Nothing here says why."
