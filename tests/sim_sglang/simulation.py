@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SITE = Path(__file__).resolve().parent / "site"
-# Steps 4 of the published sweep: serves 277 tokens a second at one request.
-SWEEP_FLAGS = (
-    *("--model-path", "/models/qwen3.5-122b-a10b", "--tp-size", "4"),
-    *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "4"),
-    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5"),
-)
+
+
+def sweep_flags(steps: int) -> tuple[str, ...]:
+    """SGLang's flags for one point of the published sweep: steps 4 serves, steps 10 does not fit."""
+    return (
+        *("--model-path", "/models/qwen3.5-122b-a10b", "--tp-size", "4"),
+        *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(steps)),
+        *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)),
+    )
+
+
+SWEEP_FLAGS = sweep_flags(4)
 
 
 @dataclass(frozen=True)

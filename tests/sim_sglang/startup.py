@@ -30,6 +30,10 @@ INIT_S, WEIGHTS_S, DRAFT_S, POOLS_S, CAPTURE_S = 0.6, 8.0, 1.0, 0.5, 1.4
 TORCH_OOM = "torch.OutOfMemoryError: "
 LOADING = ("managers/scheduler.py:init_tp_model_worker", "model_executor/model_runner.py:load_model")
 POOLING = ("managers/scheduler.py:init_memory_pools", "mem_cache/kv_cache_configurator.py:configure")
+OLD_POOLING = (
+    "model_executor/model_runner.py:initialize",
+    "model_executor/model_runner_kv_cache_mixin.py:init_memory_pool",
+)
 CAPTURING = ("managers/scheduler.py:init_all_cuda_graphs", "model_executor/model_runner.py:init_cuda_graphs")
 TIMINGS = (
     "Engine startup timings (s): load_weight=8.00, kv_cache_allocation=0.50, scheduler_e2e=21.40, cuda_graph="
@@ -167,6 +171,10 @@ class Startup:
 
     # -- pools
 
+    @property
+    def _pooling(self) -> tuple[str, ...]:
+        return POOLING if self.args.release.sizes_pools_last else OLD_POOLING
+
     def _size(self, before: int, after: int) -> Pools:
         release, demand = self.args.release, self._demand()
         if not release.sizes_pools_last:
@@ -176,7 +184,7 @@ class Startup:
                 raise refusal(release, demand, before, after)
             return size_pools(release, self.profile, demand, before, after)
         except PoolError as refused:
-            raise StartFailed(POOLING, str(refused)) from refused
+            raise StartFailed(self._pooling, str(refused)) from refused
 
     def _demand(self) -> Demand:
         args = self.args
@@ -192,7 +200,7 @@ class Startup:
         )
 
     def _allocate_target(self, pools: Pools) -> None:
-        with self._as_error(POOLING, TORCH_OOM):
+        with self._as_error(self._pooling, TORCH_OOM):
             self.card.take(pools.target)
         self.settings.rest(POOLS_S)
         if pools.states is not None:
@@ -203,7 +211,7 @@ class Startup:
     def _allocate_draft(self, pools: Pools) -> None:
         if not self._has_draft:
             return
-        with self._as_error(POOLING, TORCH_OOM):
+        with self._as_error(self._pooling, TORCH_OOM):
             self.card.take(pools.draft_kv)
         self.log.say(logs.kv_cache(self.args.release, pools.tokens, pools.draft_kv))
         self.log.say(f"Memory pool end. avail mem={gb(self._least_free())}")

@@ -21,7 +21,7 @@ import pytest
 
 from sim_nvml import GIB, MIB, SimNvml
 from sim_sglang.load import Load
-from sim_sglang.simulation import SWEEP_FLAGS, Simulation
+from sim_sglang.simulation import SWEEP_FLAGS, Simulation, sweep_flags
 from sim_sglang.testing import FIRED_UP, Server, alive, gone
 from waiting import wait_until
 
@@ -61,10 +61,6 @@ def serve(nvml: SimNvml, control: Path, tmp_path: Path) -> Iterator[Serve]:
     yield start
     for server in started:
         server.close()
-
-
-def steps(number: int) -> tuple[str, ...]:
-    return tuple(str(number) if flag == "4" and i == 7 else flag for i, flag in enumerate(SWEEP_FLAGS))
 
 
 def load(server: Server, requests: int, tokens: int) -> Load:
@@ -143,7 +139,7 @@ def test_health_is_refused_then_503_then_200(serve: Serve) -> None:
 
 
 def test_steps_10_die_at_pool_sizing_and_give_the_memory_back_a_little_later(serve: Serve, nvml: SimNvml) -> None:
-    server = serve("0.5.9", *steps(10), profile="hybrid122b", driver_lag_s=0.3)
+    server = serve("0.5.9", *sweep_flags(10), profile="hybrid122b", driver_lag_s=0.3)
     assert server.exit_status() == -signal.SIGKILL
     log = server.log()
     assert "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: " in log
@@ -153,8 +149,8 @@ def test_steps_10_die_at_pool_sizing_and_give_the_memory_back_a_little_later(ser
 
 
 def test_a_dense_model_runs_out_in_graph_capture_instead(serve: Serve) -> None:
-    serve("0.5.9", *steps(5), profile="dense").up().close()
-    server = serve("0.5.9", *steps(10), profile="dense")
+    serve("0.5.9", *sweep_flags(5), profile="dense").up().close()
+    server = serve("0.5.9", *sweep_flags(10), profile="dense")
     assert server.exit_status() == -signal.SIGKILL
     log = server.log()
     assert log.index("Memory pool end") < log.index("Exception: Capture cuda graph failed: CUDA out of memory.")
