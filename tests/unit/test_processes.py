@@ -1,0 +1,236 @@
+"""/proc and cgroups as real processes show them, and signals that reach the process meant or none."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_watchdog.domain.launch import ProcessId
+from sglang_watchdog.host import processes
+from sglang_watchdog.host.processes import SignalOutcome, hold, signal_process, wait_ended
+from waiting import wait_until
+
+NO_PID = 4_194_305  # above the kernel's largest
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def identity(process: subprocess.Popen[bytes]) -> ProcessId:
+    found = processes.identify(process.pid)
+    assert found is not None
+    return found
+
+
+def zombify(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, 10, "the child is a zombie")
+
+
+# One process
+
+
+def test_a_process_is_identified_by_its_start(child: subprocess.Popen[bytes]) -> None:
+    started = processes.unix_time(identity(child).start_ticks)
+    assert abs(started - time.time()) < 5
+    assert abs(started - psutil.Process(child.pid).create_time()) < 1.1  # psutil's boot time has whole seconds
+    assert processes.identify(NO_PID) is None
+
+
+def test_a_name_with_blanks_and_brackets_is_no_field_of_its_own() -> None:
+    code = "open('/proc/self/comm', 'w').write('a) R 1 (b'); print(flush=True); import signal; signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert processes.name(process.pid) == "a) R 1 (b"
+            facts = processes.facts(process.pid)
+            assert facts is not None
+            assert facts.ancestors[0].id.pid == os.getpid()
+            assert abs(facts.started - time.time()) < 5
+        finally:
+            process.kill()
+
+
+def test_facts_of_a_child_name_its_ancestors_and_group(child: subprocess.Popen[bytes]) -> None:
+    facts = processes.facts(child.pid)
+    assert facts is not None
+    assert facts.id == identity(child)
+    assert (facts.name, facts.uid) == ("sleep", os.getuid())
+    assert facts.ancestors[0].id == processes.identify(os.getpid())
+    assert facts.ancestors[-1].id.pid in (0, 1)
+    assert facts.cgroup == processes.cgroup(os.getpid())
+    assert (facts.argv, facts.invocation) == (None, None)
+
+
+def test_of_a_process_that_is_gone_nothing_is_told() -> None:
+    assert processes.facts(NO_PID) is None
+    assert processes.command_line(NO_PID) == ()
+    assert processes.name(NO_PID) == ""
+    assert processes.cgroup(NO_PID) is None
+    assert processes.ancestors(NO_PID) == ()
+
+
+def test_a_zombie_is_still_a_process(child: subprocess.Popen[bytes]) -> None:
+    zombify(child)
+    facts = processes.facts(child.pid)
+    assert facts is not None
+    assert facts.zombie
+    assert processes.command_line(child.pid) == ()
+
+
+def test_a_command_line_keeps_empty_words(child: subprocess.Popen[bytes]) -> None:
+    assert processes.command_line(child.pid) == ("sleep", "60")
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", "", "x"]) as process:
+        try:
+            wait_until(lambda: processes.command_line(process.pid)[3:] == ("", "x"), 10, "empty words are kept")
+        finally:
+            process.kill()
+
+
+def test_the_boot_id_is_as_the_journal_writes_it() -> None:
+    assert len(processes.boot_id()) == 32
+    int(processes.boot_id(), 16)
+
+
+# The unit's cgroup
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(processes, "_CGROUP_ROOTS", (tmp_path / "absent", tmp_path / "systemd"))
+    return tmp_path / "systemd"
+
+
+def fill(groups: Path, group: str, *pids: int) -> None:
+    folder = groups / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
+
+
+def test_a_unit_has_the_processes_of_its_group_and_all_below_oldest_first(
+    groups: Path, child: subprocess.Popen[bytes]
+) -> None:
+    fill(groups, "system.slice/x.service", child.pid, NO_PID)
+    fill(groups, "system.slice/x.service/below/deeper", os.getpid(), 0)
+    fill(groups, "system.slice/other.service", os.getppid())
+    me = processes.identify(os.getpid())
+    assert processes.cgroup_processes("/system.slice/x.service") == (me, identity(child))
+
+
+def test_a_unit_without_a_group_has_no_processes(groups: Path) -> None:
+    fill(groups, "", os.getpid())
+    fill(groups, "system.slice", os.getpid())
+    for nothing in ("", "/", "/system.slice/gone.service"):
+        assert processes.cgroup_processes(nothing) == ()
+
+
+def test_the_group_of_a_real_process_has_it() -> None:
+    group = processes.cgroup(os.getpid())
+    if not group or group == "/":
+        pytest.skip("this process is in the root group, which is no unit's")
+    assert os.getpid() in {process.pid for process in processes.cgroup_processes(group)}
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")])
+def test_only_a_listening_socket_of_the_units_own_counts(
+    groups: Path, child: subprocess.Popen[bytes], family: socket.AddressFamily, address: str
+) -> None:
+    fill(groups, "system.slice/mine.service", child.pid, os.getpid())
+    fill(groups, "system.slice/other.service", child.pid)
+    try:
+        listener = socket.socket(family)
+        listener.bind((address, 0))
+    except OSError:
+        pytest.skip(f"no {family.name} here")
+    with listener:
+        port = listener.getsockname()[1]
+        assert not processes.cgroup_listens("/system.slice/mine.service", port)
+        listener.listen()
+        assert processes.cgroup_listens("/system.slice/mine.service", port)
+        assert not processes.cgroup_listens("/system.slice/other.service", port)
+        assert not processes.cgroup_listens("", port)
+
+
+def test_a_connection_from_the_port_is_no_listener(groups: Path) -> None:
+    fill(groups, "system.slice/mine.service", os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        assert not processes.cgroup_listens("/system.slice/mine.service", client.getsockname()[1])
+
+
+# Signals
+
+
+def test_a_proven_process_gets_the_signal(child: subprocess.Popen[bytes]) -> None:
+    assert signal_process(identity(child), signal.SIGTERM, lambda: True) is SignalOutcome.SENT
+    assert child.wait(10) == -signal.SIGTERM
+
+
+def test_without_a_proof_nothing_is_sent(child: subprocess.Popen[bytes]) -> None:
+    assert signal_process(identity(child), signal.SIGKILL, lambda: False) is SignalOutcome.NOT_PROVEN
+    assert child.poll() is None
+
+
+def test_a_recycled_pid_is_never_signalled(child: subprocess.Popen[bytes]) -> None:
+    recycled = ProcessId(child.pid, identity(child).start_ticks - 1)
+    assert signal_process(recycled, signal.SIGKILL, lambda: True) is SignalOutcome.GONE
+    assert child.poll() is None
+
+
+def test_one_that_ends_and_is_reaped_during_the_proof_is_gone(child: subprocess.Popen[bytes]) -> None:
+    """Its pid could be somebody else's now: the pidfd still means the old process."""
+
+    def proof() -> bool:
+        child.kill()
+        child.wait()
+        return True
+
+    assert signal_process(identity(child), signal.SIGKILL, proof) is SignalOutcome.GONE
+    assert signal_process(ProcessId(NO_PID, 1), signal.SIGKILL, lambda: True) is SignalOutcome.GONE
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
+def test_a_signal_that_is_not_allowed_is_denied(child: subprocess.Popen[bytes]) -> None:
+    nobody = 65534
+    os.setresuid(nobody, nobody, 0)
+    try:
+        outcome = signal_process(identity(child), signal.SIGTERM, lambda: True)
+    finally:
+        os.setresuid(0, 0, 0)
+    assert outcome is SignalOutcome.DENIED
+    assert child.poll() is None
+
+
+def test_waiting_ends_with_the_last_process_reaped_or_not(child: subprocess.Popen[bytes]) -> None:
+    async def end_all() -> None:
+        other = subprocess.Popen(["sleep", "60"])
+        with contextlib.ExitStack() as stack:
+            handles = [handle for process in (child, other) if (handle := hold(identity(process)))]
+            for handle in handles:
+                stack.enter_context(handle)
+            assert await wait_ended(handles, 0.05) == (handles[0].id, handles[1].id)
+            child.kill()
+            assert await wait_ended(handles, 0.2) == (handles[1].id,)
+            other.kill()
+            assert await wait_ended(handles, 10) == ()
+        other.wait()
+
+    asyncio.run(end_all())
+
+
+def test_there_is_nothing_to_wait_for_without_processes() -> None:
+    assert asyncio.run(wait_ended((), 10)) == ()

@@ -1,0 +1,255 @@
+"""Processes and cgroups by readings of /proc that cannot hang, and signals that cannot hit the wrong process.
+
+Nothing here reads through the memory of a process, but for `command_line` of a unit's own main process: that blocks
+behind a process stuck in the driver, so GPU holders are described by `host.gpu.ProbeWorker`.
+
+psutil serves where it can (ancestors). A process is identified by its start in clock ticks, which psutil does
+not give: its `create_time()` is in Unix seconds and moves when the clock is stepped. Its `name()` reads the command
+line for long names, and its table of sockets is read anew for each process.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from sglang_watchdog.domain.launch import ProcessId
+from sglang_watchdog.domain.ownership import Ancestor, ProcessFacts
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PROC = Path("/proc")
+# Where systemd keeps its groups: the unified hierarchy, or version 1's own hierarchy of systemd (hybrid and legacy).
+_CGROUP_ROOTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup/unified"))
+_LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
+
+
+# One process
+
+
+def start_ticks(pid: int) -> int | None:
+    """Clock ticks since boot at which it started; None where there is no such process."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def identify(pid: int) -> ProcessId | None:
+    ticks = start_ticks(pid)
+    return None if ticks is None else ProcessId(pid, ticks)
+
+
+def name(pid: int) -> str:
+    """The kernel's name of the process (comm: at most 15 characters), empty where it is gone."""
+    return _text(pid, "comm").rstrip("\n")
+
+
+def command_line(pid: int) -> tuple[str, ...]:
+    """The words of the command, secrets and all; empty where the process is gone or a zombie. Only for a unit's main
+    process."""
+    text = _text(pid, "cmdline")
+    return tuple(text.rstrip("\0").split("\0")) if text else ()
+
+
+def cgroup(pid: int) -> str | None:
+    """The path of its group in systemd's hierarchy, as in a unit's ControlGroup; None where it cannot be read."""
+    by_hierarchy = dict(line.split(":", 2)[1:] for line in _text(pid, "cgroup").splitlines())
+    return by_hierarchy.get("name=systemd", by_hierarchy.get(""))
+
+
+def facts(pid: int) -> ProcessFacts | None:
+    """All that can be told without reading through the memory of the process; None where it is gone."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    identity = ProcessId(pid, int(fields[19]))
+    found = ProcessFacts(
+        identity,
+        started=unix_time(identity.start_ticks),
+        name=name(pid),
+        state=fields[0],
+        uid=_uid(pid),
+        cgroup=cgroup(pid),
+        ancestors=ancestors(pid),
+    )
+    return found if identify(pid) == identity else None  # else the pid changed hands between two readings
+
+
+def ancestors(pid: int) -> tuple[Ancestor, ...]:
+    """Its parent first, and up to PID 1. An orphan's chain is short: it was given to PID 1 or a subreaper."""
+    try:
+        parents = psutil.Process(pid).parents()
+    except psutil.Error:
+        return ()
+    identities = (identify(parent.pid) for parent in parents)
+    return tuple(Ancestor(identity, name(identity.pid)) for identity in identities if identity)
+
+
+def boot_time() -> float:
+    """When the machine booted, in Unix seconds by the clock as it is set now (/proc/stat has whole seconds only)."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def unix_time(ticks: int) -> float:
+    """Clock ticks since boot as Unix seconds, 10 ms fine."""
+    return boot_time() + ticks / _TICKS_PER_S
+
+
+def boot_id() -> str:
+    """As journal entries carry it (`_BOOT_ID`): hexadecimal, without dashes."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the state on (the name before it may hold blanks and brackets)."""
+    text = _text(pid, "stat")
+    return text.rpartition(")")[2].split() if text else None
+
+
+def _uid(pid: int) -> int:
+    try:
+        return (_PROC / str(pid)).stat().st_uid
+    except OSError:
+        return -1
+
+
+def _text(pid: int, what: str) -> str:
+    try:
+        return (_PROC / str(pid) / what).read_text(errors="replace")
+    except OSError:  # gone; ESRCH when it goes between open and read
+        return ""
+
+
+# The unit's cgroup
+
+
+def cgroup_processes(control_group: str) -> tuple[ProcessId, ...]:
+    """All processes of a unit's group (D-Bus: ControlGroup) and the groups below it, oldest first."""
+    pids = {int(line) for text in _cgroup_files(control_group, "cgroup.procs") for line in text.split()}
+    found = (identify(pid) for pid in pids if pid)  # 0: a process of an outer PID namespace
+    return tuple(sorted(filter(None, found), key=lambda process: (process.start_ticks, process.pid)))
+
+
+def cgroup_listens(control_group: str, port: int) -> bool:
+    """Whether a process of the group holds a listening TCP socket on the port, on whatever address."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    # Oldest first: the socket is the main process's, and the GPU holders below it need not be looked into.
+    return bool(sockets) and any(_holds(process.pid, sockets) for process in cgroup_processes(control_group))
+
+
+def _cgroup_files(control_group: str, file: str) -> Iterator[str]:
+    relative = control_group.strip("/")
+    if not relative:
+        return  # of a unit that has none; never the root with everybody's processes
+    for root in _CGROUP_ROOTS:
+        if (root / relative / file).exists():
+            for folder, _, _ in os.walk(root / relative):
+                with contextlib.suppress(OSError):  # removed meanwhile, or a threaded group
+                    yield Path(folder, file).read_text()
+            return
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # no IPv6
+            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _LISTENING and int(columns[1].rpartition(":")[2], 16) == port:
+                    yield columns[9]
+
+
+def _holds(pid: int, sockets: set[str]) -> bool:
+    folder = _PROC / str(pid) / "fd"
+    try:
+        return any(os.readlink(folder / fd) in sockets for fd in os.listdir(folder))
+    except OSError:  # it has ended, or closed the file meanwhile
+        return False
+
+
+# Signals
+
+
+class SignalOutcome(StrEnum):
+    SENT = "sent"
+    GONE = "gone"  # it has ended; its pid may be somebody else's by now
+    NOT_PROVEN = "not_proven"  # the proof did not hold any more
+    DENIED = "denied"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessHandle:
+    """A process held by a pidfd: whatever becomes of its pid, this is the same process. A context manager."""
+
+    id: ProcessId
+    fd: int
+
+    def send(self, number: int) -> SignalOutcome:
+        try:
+            signal.pidfd_send_signal(self.fd, number)
+        except ProcessLookupError:
+            return SignalOutcome.GONE
+        except PermissionError:
+            return SignalOutcome.DENIED
+        return SignalOutcome.SENT
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def hold(process: ProcessId) -> ProcessHandle | None:
+    """None where it is gone. What is to be proven of the process is read after this, and before a signal is sent."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except (ProcessLookupError, OverflowError):
+        return None
+    # Only now: a pid that was reused before the pidfd was opened has another start.
+    if start_ticks(process.pid) != process.start_ticks:
+        os.close(fd)
+        return None
+    return ProcessHandle(process, fd)
+
+
+def signal_process(process: ProcessId, number: int, proof: Callable[[], bool]) -> SignalOutcome:
+    """Holds the process, reads the proof again, and only then signals."""
+    handle = hold(process)
+    if handle is None:
+        return SignalOutcome.GONE
+    with handle:
+        return handle.send(number) if proof() else SignalOutcome.NOT_PROVEN
+
+
+async def wait_ended(handles: Iterable[ProcessHandle], deadline: float) -> tuple[ProcessId, ...]:
+    """Waits until all have ended, at most `deadline` seconds; returns those that have not.
+
+    Ended means that all threads are (a pidfd tells, while `Z` in /proc comes earlier): reaped or not. What a process
+    held on a card can come back later still, so only NVML says that it is released.
+    """
+    loop = asyncio.get_running_loop()
+    waiting = {handle: loop.create_future() for handle in handles}
+    for handle, ended in waiting.items():
+        loop.add_reader(handle.fd, _done, ended)
+    try:
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=deadline)
+    finally:
+        for handle in waiting:
+            loop.remove_reader(handle.fd)
+    return tuple(handle.id for handle, ended in waiting.items() if not ended.done())
+
+
+def _done(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
