@@ -30,13 +30,13 @@ def hand_back_units(settings: Settings) -> list[str]:
     systemd = Systemd()
     systemd.open()
     try:
-        return [_hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()] or ["Nothing is held."]
+        return [hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()] or ["Nothing is held."]
     finally:
         systemd.close()
         ledger.close()
 
 
-def _hand_back(incident: Incident, ledger: Ledger, systemd: Systemd) -> str:
+def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd) -> str:
     if not owes_a_start(ledger.intents(incident.id)):
         return f"{incident.unit}: nothing is owed for incident {incident.id}."
     try:

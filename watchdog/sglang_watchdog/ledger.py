@@ -41,6 +41,7 @@ CREATE TABLE known_good (
 CREATE TABLE ceilings (
     unit TEXT NOT NULL, base TEXT NOT NULL, config TEXT NOT NULL, seen REAL NOT NULL, record TEXT NOT NULL,
     PRIMARY KEY (unit, base, config)) STRICT;
+CREATE TABLE overrides (unit TEXT PRIMARY KEY, since REAL NOT NULL, replaced TEXT, target TEXT NOT NULL) STRICT;
 """
 T = TypeVar("T")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
@@ -61,15 +62,22 @@ class Ledger:
         try:
             db = sqlite3.connect(f"file:{path}?mode={mode}", uri=True, isolation_level=None, timeout=5)
             ledger = cls(db, path)
-            ledger._prepare(read_only)
+            ledger._prepare(read_only=read_only)
         except sqlite3.Error as error:
             raise LedgerError(f"the ledger {path} cannot be opened: {error}") from error
+        return ledger
+
+    @classmethod
+    def in_memory(cls) -> "Ledger":
+        """Of a daemon that may only observe, because its file cannot be used. Nothing in it outlives the daemon."""
+        ledger = cls(sqlite3.connect(":memory:", isolation_level=None), Path(":memory:"))
+        ledger._prepare(read_only=False)
         return ledger
 
     def close(self) -> None:
         self._db.close()
 
-    def _prepare(self, read_only: bool) -> None:
+    def _prepare(self, *, read_only: bool) -> None:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version > SCHEMA_VERSION:
             self._db.close()
@@ -118,6 +126,14 @@ class Ledger:
         )
         return incident
 
+    def plan_incident(
+        self, incident: Incident, steps: tuple[Step, ...], target: SpeculationConfig | None, reason: str
+    ) -> Incident:
+        """Stores what is going to be done about it, before any of it is."""
+        planned = replace(incident, steps=steps, target=target, reason=reason)
+        self._write("UPDATE incidents SET record=? WHERE id=?", (_dumped(Incident, planned), incident.id))
+        return planned
+
     def close_incident(self, incident: Incident, outcome: Outcome, reason: str = "") -> Incident:
         closed = replace(incident, outcome=outcome, closed=time.time(), reason=reason or incident.reason)
         self._write(
@@ -137,19 +153,25 @@ class Ledger:
         rows = self._rows("SELECT record FROM incidents WHERE outcome=? ORDER BY opened", (Outcome.OPEN,))
         return [_loaded(Incident, row[0]) for row in rows]
 
+    def begin(self, incident: str, step: Step) -> int:
+        """Records a step before it is taken. An intent that is never finished (we were killed) stays open, which is
+        what the next start of the daemon looks for."""
+        sql = "INSERT INTO intents (incident, step, begun) VALUES (?, ?, ?)"
+        return self._write(sql, (incident, step, time.time())).lastrowid or 0
+
+    def finish(self, intent: int, outcome: str) -> None:
+        self._write("UPDATE intents SET finished=?, outcome=? WHERE id=?", (time.time(), outcome, intent))
+
     @contextmanager
     def intent(self, incident: str, step: Step) -> Iterator[None]:
-        """Records the step before the body runs and its outcome after it. A body that is never left (we were killed)
-        leaves the intent open, which is what the next start of the daemon looks for."""
-        cursor = self._write(
-            "INSERT INTO intents (incident, step, begun) VALUES (?, ?, ?)", (incident, step, time.time())
-        )
+        """Records the step before the body runs and its outcome, `done` or `failed`, after it."""
+        intent = self.begin(incident, step)
         outcome = "failed"
         try:
             yield
             outcome = "done"
         finally:
-            self._write("UPDATE intents SET finished=?, outcome=? WHERE id=?", (time.time(), outcome, cursor.lastrowid))
+            self.finish(intent, outcome)
 
     def intents(self, incident: str) -> list[Intent]:
         rows = self._rows(
@@ -187,6 +209,24 @@ class Ledger:
     def ceilings(self, unit: str, base: str) -> list[Ceiling]:
         rows = self._rows("SELECT record FROM ceilings WHERE unit=? AND base=? ORDER BY seen DESC", (unit, base))
         return [_loaded(Ceiling, row[0]) for row in rows]
+
+    def save_override(self, unit: str, replaced: SpeculationConfig | None, target: SpeculationConfig) -> None:
+        """`replaced` is what the operator's own definition asked for (None where that cannot be known)."""
+        self._write(
+            "INSERT OR REPLACE INTO overrides VALUES (?, ?, ?, ?)",
+            (unit, time.time(), _key(replaced) if replaced is not None else None, _key(target)),
+        )
+
+    def override(self, unit: str) -> tuple[SpeculationConfig | None, SpeculationConfig] | None:
+        """What our override of the unit replaced, and what it puts in force."""
+        rows = self._rows("SELECT replaced, target FROM overrides WHERE unit=?", (unit,))
+        if not rows:
+            return None
+        replaced, target = rows[0]
+        return _loaded(SpeculationConfig, replaced) if replaced else None, _loaded(SpeculationConfig, target)
+
+    def forget_override(self, unit: str) -> None:
+        self._write("DELETE FROM overrides WHERE unit=?", (unit,))
 
     # The file
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from sglang_watchdog.cli import diagnose
+from sglang_watchdog.cli import check_config, diagnose, history, run, status
 
 app = typer.Typer(
     name="sglang-watchdog",
@@ -11,9 +11,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("run")(run.run)
+app.command("status")(status.status)
 app.command("diagnose")(diagnose.command)
-
-
-@app.callback()
-def _group() -> None:
-    """Without this a single command would lose its name."""
+app.command("history")(history.history)
+app.command("gpus")(status.gpus)
+app.command("free")(status.free)
+app.command("hand-back")(run.hand_back)
+app.command("check-config")(check_config.check_config)

@@ -99,6 +99,26 @@ def stale_definition(unit: str, invocation: str, diagnosis: Diagnosis, incident:
     )
 
 
+def degraded(unit: str, invocation: str, message: str) -> Alert:
+    """A server that came up with less than its config had when it was proven."""
+    return Alert(
+        AlertId.DEGRADED_START,
+        Priority.WARNING,
+        unit,
+        f"{unit}: degraded start: {message}",
+        details=(("INVOCATION", invocation),),
+    )
+
+
+def known_good(unit: str, invocation: str, message: str) -> Alert:
+    return Alert(AlertId.KNOWN_GOOD, Priority.INFO, unit, f"{unit}: {message}", details=(("INVOCATION", invocation),))
+
+
+def blind(what: str) -> Alert:
+    """The watchdog itself cannot see something it needs."""
+    return Alert(AlertId.BLIND, Priority.WARNING, "", f"sglang-watchdog cannot see: {what}")
+
+
 def action(incident: Incident, verb: str, message: str) -> Alert:
     return Alert(
         AlertId.ACTION,

@@ -1,6 +1,8 @@
 """Prometheus metrics. Names and units by Prometheus' conventions; every label value is from a closed set or is a unit
 that the settings name, and every counter is there at 0 before anything happens."""
 
+from enum import StrEnum
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 
 from sglang_watchdog.domain.failure import FailureClass
@@ -10,6 +12,23 @@ from sglang_watchdog.domain.unit import ActiveState
 
 _PREFIX = "sglang_watchdog"
 _STEP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Sense(StrEnum):
+    """What the watchdog needs to see or reach. The values are metric names."""
+
+    BUS = "bus_connected"
+    NVML = "nvml_known"
+    LEDGER = "ledger_writable"
+    JOURNAL = "journal_readable"
+
+
+_SENSES = {
+    Sense.BUS: "1 while systemd's bus can be reached",
+    Sense.NVML: "1 where the last question to NVML was answered",
+    Sense.LEDGER: "1 while the ledger can be written; 0: observing only",
+    Sense.JOURNAL: "1 where the last journal pull worked",
+}
 
 
 class Metrics:
@@ -43,10 +62,8 @@ class Metrics:
         )
         self.ended = self._counter("processes_ended", "Left-over processes that were ended", ("unit",))
         self.spared = self._counter("processes_spared", "Holders of GPU memory left alone: not proven ours", ("unit",))
-        self.bus_connected = self._gauge("bus_connected", "1 while systemd's bus can be reached")
-        self.nvml_known = self._gauge("nvml_known", "1 where the last question to NVML was answered")
-        self.ledger_writable = self._gauge("ledger_writable", "1 while the ledger can be written; 0: observing only")
-        self.journal_readable = self._gauge("journal_readable", "1 where the last journal pull worked")
+        self._sight = {sense: self._gauge(sense.value, text) for sense, text in _SENSES.items()}
+        self._blind: set[Sense] = set()
         self._info("build", "Version of the watchdog").info({"version": version})
         self._preset()
 
@@ -59,8 +76,20 @@ class Metrics:
         for known in ActiveState:
             self.unit_state.labels(unit, known).set(known is state)
 
+    def sees(self, sense: Sense, *, well: bool) -> None:
+        self._sight[sense].set(well)
+        if well:
+            self._blind.discard(sense)
+        else:
+            self._blind.add(sense)
+
+    @property
+    def blind(self) -> tuple[Sense, ...]:
+        """What cannot be seen now."""
+        return tuple(sorted(self._blind))
+
     def saw_gpus(self, answer: GpuAnswer) -> None:
-        self.nvml_known.set(isinstance(answer, GpuReading))
+        self.sees(Sense.NVML, well=isinstance(answer, GpuReading))
         if isinstance(answer, GpuReading):
             for gpu in answer.gpus:
                 self.gpu_used.labels(gpu.index).set(gpu.used_bytes)

@@ -1,0 +1,168 @@
+"""Gathers what is known of one ended launch, has it diagnosed, and records the result.
+
+The diagnosis and the plan are pure; this is what stands between them and the world.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import structlog
+
+from sglang_watchdog.cards import Cards
+from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.engine import diagnose
+from sglang_watchdog.domain.errors import WatchdogError
+from sglang_watchdog.domain.failure import Diagnosis
+from sglang_watchdog.domain.incident import Incident
+from sglang_watchdog.domain.known_good import Ceiling, KnownGood, base_of
+from sglang_watchdog.domain.launch import Definition, Launch
+from sglang_watchdog.domain.speculation import Command
+from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
+from sglang_watchdog.host import unit_files
+from sglang_watchdog.host.model import model_digest
+from sglang_watchdog.observation import LaunchWatch
+from sglang_watchdog.parts import Parts
+from sglang_watchdog.recovery.policy import PROVES_A_CEILING, Budget, Facts, Plan, decide
+from sglang_watchdog.reporting.metrics import Sense
+from sglang_watchdog.settings import UnitSettings
+
+# PID 1 logs the end of the main process within a millisecond or so of the signal; more is a slow journald.
+_JOURNAL_DEADLINE_S = 2.0
+_JOURNAL_RETRY_S = 0.05
+log = structlog.get_logger()
+
+
+class Inquest:
+    """Of one unit. Nothing here touches the unit."""
+
+    def __init__(
+        self, unit: str, settings: UnitSettings, parts: Parts, cards: Cards, obstacle: Callable[[UnitSnapshot], str]
+    ) -> None:
+        self._unit = unit
+        self._settings = settings
+        self._parts = parts
+        self._cards = cards
+        self._obstacle = obstacle
+        self.managed = frozenset[str](settings.managed_flags)
+        self._in_sync: Definition | None = None  # the last definition whose bytes on disk were the loaded ones
+
+    def begin(self, snapshot: UnitSnapshot, known: Launch | None = None) -> LaunchWatch:
+        """`known` is what an earlier daemon recorded of the same launch."""
+        definition = unit_files.definition(snapshot, self._in_sync)
+        if not snapshot.need_daemon_reload:
+            self._in_sync = definition
+        return LaunchWatch(snapshot, definition, self.managed, known)
+
+    async def read_to_the_end(self, launch: LaunchWatch) -> None:
+        """Pulls the journal until PID 1's word of the end is in it, or for as long as that may take."""
+        deadline = self._parts.clock.monotonic() + _JOURNAL_DEADLINE_S
+        while True:
+            await self.pull(launch)
+            if launch.journal_complete or self._parts.clock.monotonic() > deadline:
+                return
+            await self._parts.clock.sleep(_JOURNAL_RETRY_S)
+
+    async def pull(self, launch: LaunchWatch) -> None:
+        try:
+            await launch.pull(self._parts.journal)
+        except WatchdogError as error:
+            log.warning("the journal cannot be read", unit=self._unit, error=str(error))
+            self._parts.metrics.sees(Sense.JOURNAL, well=False)
+        else:
+            self._parts.metrics.sees(Sense.JOURNAL, well=True)
+
+    def diagnose(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> Diagnosis:
+        """Why the launch ended, or, where it runs, what is surprising about it."""
+        known_good = self._known_good(launch)
+        return diagnose(
+            Case(
+                unit=snapshot,
+                timeline=launch.timeline,
+                launch=launch.record(),
+                gpu_before=launch.gpu_before,
+                held_before=launch.held_before,
+                loaded=launch.definition,
+                on_disk=unit_files.definition_on_disk(snapshot),
+                disk_changed=_disk_changed(snapshot),
+                intended=unit_files.intended_config(snapshot, self.managed),
+                known_good=known_good[0].config if known_good else None,
+                has_ledger=True,
+                managed=self.managed,
+            )
+        )
+
+    def open_incident(self, launch: LaunchWatch, diagnosis: Diagnosis) -> Incident:
+        return self._parts.ledger.open_incident(
+            Incident(
+                "",
+                self._unit,
+                launch.invocation,
+                self._parts.clock.now(),
+                diagnosis.failure,
+                diagnosis.summary,
+                diagnosis=diagnosis.to_json(),
+            )
+        )
+
+    def learn(self, launch: LaunchWatch, diagnosis: Diagnosis) -> None:
+        """What the end teaches of the config that ran: a ceiling, and a known-good that is none any more."""
+        if diagnosis.failure not in PROVES_A_CEILING:
+            return
+        base, now = self.base(launch), self._parts.clock.now()
+        ledger = self._parts.ledger
+        ledger.save_ceiling(Ceiling(self._unit, base, launch.config, diagnosis.failure, launch.invocation, now))
+        for good in ledger.known_good(self._unit, base):
+            if good.config.same_as(launch.config):
+                ledger.demote(good, f"{diagnosis.failure} in launch {launch.invocation}")
+
+    async def plan(self, launch: LaunchWatch, snapshot: UnitSnapshot, diagnosis: Diagnosis, incident: Incident) -> Plan:
+        base = self.base(launch)
+        history = self._parts.ledger.incidents(self._unit)
+        return decide(
+            diagnosis,
+            Facts(
+                now=self._parts.clock.now(),
+                act=self._settings.act and self._parts.may_act,
+                running=launch.config,
+                known_good=tuple(self._parts.ledger.known_good(self._unit, base)),
+                ceilings=tuple(ceiling.config for ceiling in self._parts.ledger.ceilings(self._unit, base)),
+                history=tuple(past for past in history if past.id != incident.id),
+                budget=_budget(self._settings),
+                several_nodes=launch.several_nodes,
+                operator_stopped=snapshot.active_state is ActiveState.INACTIVE,
+                left_overs=await self._cards.left_overs(snapshot),
+                override_obstacle=self._obstacle(snapshot),
+                allow_no_speculation=self._settings.allow_no_speculation,
+            ),
+        )
+
+    def base(self, launch: LaunchWatch) -> str:
+        command = Command.parse(launch.raw_argv)
+        path = command.value("--model-path") or command.value("--model") or ""
+        return base_of(
+            launch.raw_argv,
+            self.managed,
+            version=launch.version,
+            driver=self._cards.driver,
+            gpus=self._cards.uuids,
+            model_digest=model_digest(path),
+        )
+
+    def _known_good(self, launch: LaunchWatch) -> list[KnownGood]:
+        return self._parts.ledger.known_good(self._unit, self.base(launch))
+
+
+def _budget(settings: UnitSettings) -> Budget:
+    return Budget(settings.rollbacks, settings.rollback_window, settings.rollbacks_per_day, settings.cool_down)
+
+
+def _disk_changed(snapshot: UnitSnapshot) -> float | None:
+    """When the newest of the unit's files came to be what it is now (Unix seconds). The change time of the inode, since
+    a copy may carry an old modification time."""
+    disk = unit_files.on_disk(snapshot)
+    times = []
+    for path in filter(None, (disk.fragment, *disk.drop_ins, *disk.environment_files)):
+        with contextlib.suppress(OSError):
+            times.append(os.stat(path).st_ctime)
+    return max(times, default=None)

@@ -1,0 +1,116 @@
+"""One launch while it runs: what it said, which processes it had, and what was on the cards before it.
+
+It only looks. Everything that a diagnosis needs later is gathered while it can still be seen: an ended process has no
+command line, and a dead child no place in the cgroup.
+"""
+
+from sglang_watchdog.diagnosis.case import HeldMemory
+from sglang_watchdog.diagnosis.timeline import Timeline, TimelineReader
+from sglang_watchdog.domain.gpu import GpuReading
+from sglang_watchdog.domain.journal import JournalEntry, MessageId
+from sglang_watchdog.domain.launch import Definition, Launch, Phase, RecordedProcess
+from sglang_watchdog.domain.secrets import redact_argv
+from sglang_watchdog.domain.speculation import Command, SpeculationConfig
+from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host import processes
+from sglang_watchdog.host.journal import Journal
+from sglang_watchdog.host.model import sglang_version
+
+# Between fork and exec the main process carries the name of the command in parentheses (systemd's own doing).
+_NOT_YET_EXECUTED = "("
+# The launch's first journal entry (`Starting …`) is written a moment before the process is started.
+_BEFORE_START_S = 5.0
+
+
+class LaunchWatch:
+    """Gathers one launch. `raw_argv` holds secrets and never leaves this object but for probes of the server."""
+
+    def __init__(
+        self, snapshot: UnitSnapshot, definition: Definition | None, managed: frozenset[str], known: Launch | None
+    ) -> None:
+        self.unit = snapshot.name
+        self.invocation = snapshot.invocation
+        self.started = snapshot.inactive_exit or snapshot.exec_main_started
+        self.definition = known.definition if known else definition
+        self.raw_argv: tuple[str, ...] = ()
+        self.gpu_before: GpuReading | None = known.gpu_before if known else None
+        self.held_before: tuple[HeldMemory, ...] = ()
+        self.ended: float | None = None
+        self._managed = managed
+        self._reader = TimelineReader(snapshot.name, snapshot.invocation)
+        self._cursor = ""
+        self._main_exit_seen = False
+        self._processes = {process.id: process for process in known.processes} if known else {}
+        self.see_processes(snapshot)
+
+    @property
+    def timeline(self) -> Timeline:
+        return self._reader.timeline()
+
+    @property
+    def phase(self) -> Phase:
+        return self._reader.phase
+
+    @property
+    def version(self) -> str:
+        """SGLang's version as the environment of its interpreter has it; empty where that cannot be seen."""
+        return sglang_version(self.raw_argv)
+
+    @property
+    def config(self) -> SpeculationConfig:
+        """The speculation config that really ran, from the argv of the main process."""
+        return SpeculationConfig.of(self.raw_argv, self._managed)
+
+    @property
+    def several_nodes(self) -> bool:
+        nodes = Command.parse(self.raw_argv).value("--nnodes")
+        return nodes is not None and nodes.isdigit() and int(nodes) > 1
+
+    @property
+    def journal_complete(self) -> bool:
+        """PID 1 has logged the end of the main process, so the journal holds all that this launch will ever say."""
+        return self._main_exit_seen
+
+    async def pull(self, journal: Journal) -> None:
+        self._cursor = await journal.pull(
+            self.invocation, self._feed, since=self.started - _BEFORE_START_S, cursor=self._cursor
+        )
+
+    def see_processes(self, snapshot: UnitSnapshot) -> None:
+        """Records who is in the unit's cgroup now, and the main process's command once it is executed."""
+        if snapshot.invocation != self.invocation:
+            return
+        if snapshot.main_pid:
+            argv = processes.command_line(snapshot.main_pid)
+            if argv and not argv[0].startswith(_NOT_YET_EXECUTED):
+                self.raw_argv = argv
+        if not snapshot.control_group:
+            return
+        phase = self._reader.phase
+        for process in processes.cgroup_processes(snapshot.control_group):
+            if process not in self._processes:
+                self._processes[process] = RecordedProcess(process, processes.name(process.pid), phase)
+
+    def record(self) -> Launch:
+        """The launch as the ledger keeps it, secrets removed."""
+        timeline = self.timeline
+        return Launch(
+            self.unit,
+            self.invocation,
+            self.started,
+            boot_id=processes.boot_id(),
+            argv=redact_argv(self.raw_argv),
+            server_args=timeline.server_args,
+            version=self.version,
+            definition=self.definition,
+            phases=timeline.phases,
+            memory=timeline.memory,
+            processes=tuple(self._processes.values()),
+            gpu_before=self.gpu_before,
+            ended=self.ended,
+        )
+
+    def _feed(self, entry: JournalEntry) -> None:
+        if entry.invocation == self.invocation and entry.message_id == MessageId.PROCESS_EXIT:
+            self._main_exit_seen = True
+        self._reader.feed(entry)

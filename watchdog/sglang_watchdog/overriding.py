@@ -1,0 +1,77 @@
+"""Our override of one unit: put in force in an incident, and withdrawn as soon as the operator changes the flags."""
+
+from sglang_watchdog.domain.errors import UnusableInput
+from sglang_watchdog.domain.speculation import SpeculationConfig
+from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host import override, systemctl
+from sglang_watchdog.host.override import OverrideKind
+from sglang_watchdog.host.unit_files import operator_config
+from sglang_watchdog.parts import Parts
+from sglang_watchdog.recovery.executor import StepFailed
+from sglang_watchdog.settings import UnitSettings
+
+_FOLDER = "overrides"
+
+
+class Overriding:
+    """The edge between a plan's target config and the files that make it so."""
+
+    def __init__(self, unit: str, settings: UnitSettings, parts: Parts) -> None:
+        self._unit = unit
+        self._managed = frozenset[str](settings.managed_flags)
+        self._parts = parts
+        self._folder = parts.state_dir / _FOLDER
+        self._reload_due = False
+
+    def obstacle(self, snapshot: UnitSnapshot) -> str:
+        """Why no config can be put in force, for a person; empty where it can."""
+        return override.override_obstacle(snapshot, self._folder)
+
+    async def put_in_force(self, config: SpeculationConfig) -> str:
+        """Writes the override. Raises `StepFailed`, with nothing left behind, where systemd would not load it."""
+        snapshot = self._parts.systemd.snapshot(self._unit)
+        try:
+            written = override.render(snapshot, config, self._managed, self._folder)
+            self._parts.ledger.save_override(self._unit, self._operators(snapshot), config)
+            self._reload_due = override.put_in_force(written)
+            if written.kind is OverrideKind.DROP_IN:
+                await self._refuse_broken()
+        except UnusableInput as error:
+            raise StepFailed(str(error)) from error
+        return f"{config.describe()} is put in force by {written.path}"
+
+    async def _refuse_broken(self) -> None:
+        if problem := await override.verify(self._unit):
+            self._withdraw()
+            raise StepFailed(f"systemd-analyze verify refuses the unit with our override: {problem}")
+
+    async def reload(self) -> str:
+        """daemon-reload, only where our own file needs it: it loads every half-edited unit of the host as well, so
+        those are named."""
+        if not self._reload_due:
+            return ""
+        others = [unit for unit in await systemctl.awaiting_reload() if unit != self._unit]
+        await systemctl.daemon_reload()
+        self._reload_due = False
+        return "systemd was reloaded" + (f"; that loaded edits of {', '.join(others)} as well" if others else "")
+
+    def yield_to_operator(self, snapshot: UnitSnapshot) -> str:
+        """Withdraws our override where the operator has changed the speculation flags since it was written, and says
+        so; empty otherwise. Theirs is a candidate again, from the next start on."""
+        ours = self._parts.ledger.override(self._unit)
+        if ours is None:
+            return ""
+        replaced, target = ours
+        now = self._operators(snapshot)
+        if now is None or replaced is None or now.same_as(replaced):
+            return ""
+        when = "after a daemon-reload" if self._withdraw() else "at the next start"
+        return f"the operator's flags are now {now.describe()}: the override {target.describe()} is gone {when}"
+
+    def _withdraw(self) -> bool:
+        due = override.withdraw(self._unit, self._folder)
+        self._parts.ledger.forget_override(self._unit)
+        return due
+
+    def _operators(self, snapshot: UnitSnapshot) -> SpeculationConfig | None:
+        return operator_config(snapshot, self._managed, self._folder)

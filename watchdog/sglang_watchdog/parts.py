@@ -1,0 +1,25 @@
+"""The adapters and stores that every watched unit shares, put together once by the daemon."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_watchdog.host.bus import Systemd
+from sglang_watchdog.host.clock import Clock
+from sglang_watchdog.host.gpu import ProbeWorker
+from sglang_watchdog.host.journal import Journal
+from sglang_watchdog.ledger import Ledger
+from sglang_watchdog.reporting.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """`may_act` is False where the ledger cannot be written: without intents nothing is ever done."""
+
+    systemd: Systemd
+    journal: Journal
+    probe: ProbeWorker
+    clock: Clock
+    ledger: Ledger
+    metrics: Metrics
+    state_dir: Path
+    may_act: bool = True

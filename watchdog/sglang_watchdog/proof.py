@@ -1,0 +1,75 @@
+"""What is proven of one running launch: that it serves, and that it held for the soak time.
+
+"Serves" is said after real tokens came from a server whose listening socket is held by a process of the unit's own
+cgroup: another server on the same port can answer as well. A degraded start is reported and is never proven.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+
+from sglang_watchdog.domain.speculation import Command
+from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host import processes
+from sglang_watchdog.host.server import HealthState, Server, address_of
+from sglang_watchdog.settings import UnitSettings
+
+PROBE_DEADLINE_S = 30.0
+
+
+class Standing(StrEnum):
+    """How far the proof has come."""
+
+    NOT_READY = "not_ready"
+    SERVING = "serving"
+    PROVEN = "proven"
+    REFUSED = "refused"  # it serves, but is not to be called known-good (a degraded start)
+
+
+class Proof:
+    """Of one launch. `now` is Unix seconds everywhere."""
+
+    def __init__(self, argv: tuple[str, ...], settings: UnitSettings) -> None:
+        host, port = address_of(argv)
+        self._port = port
+        self._server = Server(settings.url or f"http://{host}:{port}", _api_key(argv, settings))
+        self._soak = settings.soak
+        self.standing = Standing.NOT_READY
+        self.serving_since = 0.0
+
+    @property
+    def serving(self) -> bool:
+        return self.standing is not Standing.NOT_READY
+
+    @property
+    def settled(self) -> bool:
+        return self.standing in (Standing.PROVEN, Standing.REFUSED)
+
+    async def generates(self, snapshot: UnitSnapshot) -> bool:
+        """Whether tokens came from the unit's own process, just now."""
+        if not processes.cgroup_listens(snapshot.control_group, self._port):
+            return False
+        if await self._server.health(PROBE_DEADLINE_S) is not HealthState.UP:
+            return False
+        generated = await self._server.generate(PROBE_DEADLINE_S)
+        return generated is not None and generated.tokens > 0
+
+    def served(self, now: float) -> None:
+        self.standing = Standing.SERVING
+        self.serving_since = now
+
+    def refuse(self) -> None:
+        """It serves, but soaking proves nothing of it (a degraded start)."""
+        self.standing = Standing.REFUSED
+
+    def proven(self) -> None:
+        self.standing = Standing.PROVEN
+
+    def soaked(self, now: float) -> bool:
+        return self.standing is Standing.SERVING and now - self.serving_since >= self._soak
+
+
+def _api_key(argv: tuple[str, ...], settings: UnitSettings) -> str:
+    """The key that probes need: from the operator's file, else the one that the server itself was started with."""
+    if settings.api_key_file:
+        return Path(settings.api_key_file).read_text().strip()
+    return Command.parse(argv).value("--api-key") or ""

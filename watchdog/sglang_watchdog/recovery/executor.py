@@ -1,0 +1,159 @@
+"""Carries a plan out, step by step: the edge of recovery, and the only place that touches a unit.
+
+Each step is recorded as an intent before it begins. Each is written so that doing it again changes nothing: a daemon
+that was killed in the middle runs its plan again from the first step. Before each step the unit is read again; what
+the operator did meanwhile wins.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from sglang_watchdog.domain.errors import BusError, JobRefused, WatchdogError
+from sglang_watchdog.domain.incident import Incident, Step
+from sglang_watchdog.domain.speculation import SpeculationConfig
+from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host.bus import Systemd
+from sglang_watchdog.ledger import Ledger
+from sglang_watchdog.recovery.hold import HoldMove, next_move
+from sglang_watchdog.reporting import alerts
+from sglang_watchdog.reporting.metrics import Metrics
+
+HOLD_DEADLINE_S = 30.0
+_POLL_S = 0.05
+log = structlog.get_logger()
+
+
+class Yielded(WatchdogError):
+    """The operator acted on the unit: the incident is theirs now."""
+
+
+class StepFailed(WatchdogError):
+    """A step did not reach its result within its deadline."""
+
+
+@dataclass(slots=True)
+class OwnJobs:
+    """Tells our own jobs on a unit from everybody else's. A job that is not ours, seen while we hold the unit, is the
+    operator's: systemd itself queues none for a unit that is down."""
+
+    ours: set[int] = field(default_factory=set)
+    foreign: int = 0
+
+    def saw(self, job: int) -> None:
+        if job not in self.ours:
+            self.foreign = job
+
+    def forget(self) -> None:
+        self.foreign = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one recovery works on. `doomed(snapshot)`: the launch that runs now has the config that just failed."""
+
+    incident: Incident
+    doomed: Callable[[UnitSnapshot], bool]
+    free: Callable[[], Awaitable[str]]
+    put_in_force: Callable[[SpeculationConfig], Awaitable[str]]
+    reload: Callable[[], Awaitable[str]]
+
+
+class Executor:
+    """Executes plans for one unit. Raises `Yielded` or `StepFailed`; returns when only VERIFY is left."""
+
+    def __init__(self, unit: str, systemd: Systemd, ledger: Ledger, metrics: Metrics, jobs: OwnJobs) -> None:
+        self._unit = unit
+        self._systemd = systemd
+        self._ledger = ledger
+        self._metrics = metrics
+        self._jobs = jobs
+        self.brought_down: set[str] = set()  # invocations that ended by our own hand
+
+    async def execute(self, task: Task) -> None:
+        for step in task.incident.steps:
+            if step is Step.VERIFY:
+                return
+            if step is not Step.HOLD:
+                self._check_operator(step)
+            with (
+                self._ledger.intent(task.incident.id, step),
+                self._metrics.step_seconds.labels(self._unit, step).time(),
+            ):
+                sentence = await self._do(step, task)
+            log.info("step done", unit=self._unit, incident=task.incident.id, step=str(step), result=sentence)
+            if sentence:
+                alerts.send(alerts.action(task.incident, step, sentence))
+
+    async def _do(self, step: Step, task: Task) -> str:
+        match step:
+            case Step.HOLD:
+                return await self._hold(task)
+            case Step.FREE:
+                return await task.free()
+            case Step.OVERRIDE:
+                assert task.incident.target is not None
+                return await task.put_in_force(task.incident.target)
+            case Step.RELOAD:
+                return await task.reload()
+            case Step.START:
+                return self._start()
+            case Step.VERIFY:
+                raise AssertionError("verifying is the watcher's")
+
+    def _check_operator(self, step: Step) -> None:
+        if self._jobs.foreign:
+            raise Yielded(f"somebody queued a job on the unit before the step {step}: the operator wins")
+        snapshot = self._systemd.snapshot(self._unit)
+        if snapshot.job and snapshot.job not in self._jobs.ours:
+            raise Yielded(f"a {snapshot.job_type} job that is not ours is queued before the step {step}")
+        if not snapshot.ended:
+            raise Yielded(f"the unit was started by somebody else before the step {step}")
+
+    async def _hold(self, task: Task) -> str:
+        deadline = asyncio.get_running_loop().time() + HOLD_DEADLINE_S
+        done = ""
+        while True:
+            snapshot = self._systemd.snapshot(self._unit)
+            match next_move(snapshot, task.incident.invocation, doomed=task.doomed(snapshot)):
+                case HoldMove.HELD:
+                    await asyncio.sleep(0)  # signals of jobs before the hold are read now, and do not count
+                    self._jobs.forget()
+                    return done
+                case HoldMove.YIELD:
+                    raise Yielded(f"the unit is {snapshot.active_state} by somebody else's hand")
+                case HoldMove.STOP:
+                    done = self._stop() or done
+                case HoldMove.KILL:
+                    done = self._bring_down(snapshot)
+                case HoldMove.WAIT:
+                    pass
+            if asyncio.get_running_loop().time() > deadline:
+                raise StepFailed(f"the unit could not be held within {HOLD_DEADLINE_S:.0f} s")
+            await asyncio.sleep(_POLL_S)
+
+    def _stop(self) -> str:
+        try:
+            self._jobs.ours.add(self._systemd.stop(self._unit))
+        except JobRefused:
+            return ""  # its restart job was queued in this instant: the next reading says what came of it
+        return "the automatic restart is held"
+
+    def _bring_down(self, snapshot: UnitSnapshot) -> str:
+        self.brought_down.add(snapshot.invocation)
+        try:
+            self._systemd.kill(self._unit, signal.SIGKILL)
+        except BusError as error:
+            log.info("nothing left to bring down", unit=self._unit, error=str(error))
+        return "a launch with the config that had just failed was brought down"
+
+    def _start(self) -> str:
+        try:
+            self._systemd.reset_failed(self._unit)
+            self._jobs.ours.add(self._systemd.start(self._unit))
+        except JobRefused as error:
+            raise Yielded(f"the start was refused, because somebody else's job is queued: {error}") from error
+        return "the unit is started"
