@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.host import LabHost
+from sglang_real.following import Entry, wait_for_entry
 from waiting import wait_until
 
 HARNESS = Path(__file__).parent / "cpu_harness"
@@ -69,8 +70,11 @@ class RealServer:
         return invocation
 
     def wait_ready(self, invocation: str) -> None:
-        wait_until(lambda: self.has_ended() or self.health() == 200, START_DEADLINE_S, f"{self.unit} is healthy")
-        wait_until(lambda: READY in self.log(invocation), 10, f"{self.unit} says that it is ready")
+        """Returns once the launch says that it is ready; raises AssertionError where it ends before."""
+        of_launch = (f"_SYSTEMD_INVOCATION_ID={invocation}", "+", f"INVOCATION_ID={invocation}")
+        told = wait_for_entry(self.host, of_launch, _ready_or_over, START_DEADLINE_S, f"{self.unit} is ready")
+        assert READY in told["MESSAGE"], self.log(invocation)[-4000:]
+        wait_until(lambda: self.health() == 200, 10, f"{self.unit} is healthy")
 
     def invocation(self) -> str:
         return self.host.show(self.unit, "InvocationID")["InvocationID"]
@@ -106,17 +110,9 @@ class RealServer:
         assert status == 200, body
         return list(json.loads(body)["output_ids"])
 
-    def running_requests(self) -> int:
-        status, body = self._request("GET", "/get_load")
-        assert status == 200, body
-        return sum(rank["num_reqs"] for rank in json.loads(body))
-
     @contextmanager
     def requests_in_flight(self, count: int) -> Iterator[None]:
-        """So many requests that run for longer than any drain of a test may last; their clients wait and read nothing.
-
-        They need more tokens together than a client could get within a minute on an idle machine.
-        """
+        """So many requests that run for a minute; their clients wait and read nothing."""
         body = json.dumps(_prompt(1000)).encode()
         head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -124,7 +120,13 @@ class RealServer:
             for _ in range(count):
                 client = clients.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=10))
                 client.sendall(head.encode() + body)
-            wait_until(lambda: self.running_requests() == count, 20, f"{count} requests run")
+            running = f"#running-req: {count},"
+            wait_for_entry(
+                self.host,
+                (f"_SYSTEMD_INVOCATION_ID={self.invocation()}",),
+                lambda entry: "Decode batch" in entry["MESSAGE"] and running in entry["MESSAGE"],
+                *(30, f"{count} requests run"),
+            )
             yield
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
@@ -136,6 +138,10 @@ class RealServer:
             return response.status, response.read().decode()
         finally:
             connection.close()
+
+
+def _ready_or_over(entry: Entry) -> bool:
+    return READY in entry["MESSAGE"] or "UNIT_RESULT" in entry
 
 
 def _prompt(tokens: int) -> dict[str, Any]:
