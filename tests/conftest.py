@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lab.host import Base, LabHost, LabUnavailable
+from lab.service import Service
 
 LabFactory = Callable[..., AbstractContextManager[LabHost]]
 
@@ -62,3 +63,11 @@ def systemd_host(request: pytest.FixtureRequest) -> LabHost:
 def unit_name() -> str:
     """A service name that no other test uses."""
     return f"t-{uuid.uuid4().hex[:8]}.service"
+
+
+@pytest.fixture
+def service(systemd_host: LabHost, unit_name: str) -> Iterator[Service]:
+    """A unit of the test's own on either version, gone at its end."""
+    service = Service(systemd_host, unit_name)
+    yield service
+    service.remove()

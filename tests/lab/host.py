@@ -39,7 +39,16 @@ NEEDED_COMMANDS = ("systemd-nspawn", "nsenter", "unshare", "setpriv", "mount", "
 KEEPER_MARGIN_S = 15.0
 # As the first process of its own pid namespace the keeper takes everything in it along, however it dies; the mounts go
 # with the mount namespace.
-OWN_NAMESPACES = "unshare --pid --fork --kill-child --mount --mount-proc --propagation private --".split()
+OWN_NAMESPACES = (
+    "unshare",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount",
+    "--mount-proc",
+    "--propagation=private",
+    "--",
+)
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -88,9 +97,9 @@ class LabHost:
     ) -> "Iterator[LabHost]":
         """Boots a host and powers it off at the end of the block.
 
-        `memory_bytes` bounds all its processes and files together, `disk_bytes` its files. `binds` appear inside at the
-        same path, writable; they cannot lie under /run. With `kmsg`, kernel lines (the machine's) reach its journal. Raises LabUnavailable,
-        LabBootFailed.
+        `memory_bytes` bounds all its processes and files together, `disk_bytes` its files. `binds` appear inside at
+        the same path, writable; they cannot lie under /run. With `kmsg`, kernel lines (the machine's) reach its
+        journal. Raises LabUnavailable, LabBootFailed.
         """
         if problem := lab_problem():
             raise LabUnavailable(problem)

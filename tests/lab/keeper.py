@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lab import image
 from lab.cgroups import HostGroups, NoCgroup
@@ -90,8 +90,9 @@ def _keep(spec: Spec, groups: HostGroups) -> None:
     with _notify_socket(root.parent / "notify") as ready, _nspawn(spec, groups, root, console) as nspawn:
         leader = _wait_ready(ready, nspawn, console)
         _say(booted=True)
+        _drain_until(ready, sys.stdin)
         if sys.stdin.readline() == "poweroff\n":
-            _say(clean=_power_off(leader, nspawn))
+            _say(clean=_power_off(leader, nspawn, ready))
 
 
 @contextlib.contextmanager
@@ -244,13 +245,26 @@ def _wait_ready(ready: socket.socket, nspawn: subprocess.Popen[bytes], console: 
     raise BootFailed(f"not ready after {BOOT_DEADLINE_S:g} s: {_tail(console)}")
 
 
-def _power_off(leader: int, nspawn: subprocess.Popen[bytes]) -> bool:
+def _drain_until(ready: socket.socket, awaited: IO[str] | int, deadline_s: float | None = None) -> bool:
+    """Waits until `awaited` is readable, and reads nspawn's notifications meanwhile: with nobody to read them, the
+    host's systemd would block for good after some twenty reloads."""
+    end = None if deadline_s is None else time.monotonic() + deadline_s
+    while True:
+        left = None if end is None else max(0.0, end - time.monotonic())
+        events = select.select([ready, awaited], [], [], left)[0]
+        if ready in events:
+            ready.recv(4096)
+        if awaited in events or not events:
+            return awaited in events
+
+
+def _power_off(leader: int, nspawn: subprocess.Popen[bytes], ready: socket.socket) -> bool:
     os.kill(leader, POWEROFF_SIGNAL)
+    exited = os.pidfd_open(nspawn.pid)
     try:
-        nspawn.wait(POWEROFF_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+        return _drain_until(ready, exited, POWEROFF_DEADLINE_S)
+    finally:
+        os.close(exited)
 
 
 def _tail(console: Path) -> str:

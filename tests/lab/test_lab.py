@@ -43,6 +43,11 @@ def test_the_two_versions_differ(lab: LabHost, lab13: LabHost) -> None:
     assert lab.systemd_version == int(subprocess.check_output(["systemctl", "--version"], text=True).split()[1])
 
 
+def test_a_host_stands_many_reloads(systemd_host: LabHost) -> None:
+    systemd_host.run("sh", "-ec", "for i in $(seq 30); do systemctl daemon-reload; done")
+    assert systemd_host.systemctl("is-system-running").stdout == "running\n"
+
+
 def test_what_a_unit_prints_is_in_the_journal(systemd_host: LabHost, unit_name: str) -> None:
     systemd_host.unit(unit_name, "[Service]\nType=oneshot\nExecStart=/bin/echo hello from a unit\n")
     systemd_host.systemctl("start", unit_name)
