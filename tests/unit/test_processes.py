@@ -1,7 +1,5 @@
 """/proc and cgroups as real processes show them, and signals that reach the process meant or none."""
 
-import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -9,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,7 @@ import pytest
 
 from sglang_watchdog.domain.launch import ProcessId
 from sglang_watchdog.host import processes
-from sglang_watchdog.host.processes import SignalOutcome, hold, signal_process, wait_ended
+from sglang_watchdog.host.processes import SignalOutcome, signal_process
 from waiting import wait_until
 
 NO_PID = 4_194_305  # above the kernel's largest
@@ -94,7 +93,7 @@ def test_a_zombie_is_still_a_process(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_command_line_keeps_empty_words(child: subprocess.Popen[bytes]) -> None:
-    assert processes.command_line(child.pid) == ("sleep", "60")
+    wait_until(lambda: processes.command_line(child.pid) == ("sleep", "60"), 10, "the command is executed")
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", "", "x"]) as process:
         try:
             wait_until(lambda: processes.command_line(process.pid)[3:] == ("", "x"), 10, "empty words are kept")
@@ -215,22 +214,28 @@ def test_a_signal_that_is_not_allowed_is_denied(child: subprocess.Popen[bytes]) 
     assert child.poll() is None
 
 
-def test_waiting_ends_with_the_last_process_reaped_or_not(child: subprocess.Popen[bytes]) -> None:
-    async def end_all() -> None:
-        other = subprocess.Popen(["sleep", "60"])
-        with contextlib.ExitStack() as stack:
-            handles = [handle for process in (child, other) if (handle := hold(identity(process)))]
-            for handle in handles:
-                stack.enter_context(handle)
-            assert await wait_ended(handles, 0.05) == (handles[0].id, handles[1].id)
-            child.kill()
-            assert await wait_ended(handles, 0.2) == (handles[1].id,)
-            other.kill()
-            assert await wait_ended(handles, 10) == ()
-        other.wait()
-
-    asyncio.run(end_all())
+def test_a_process_lives_until_it_has_ended_reaped_or_not(child: subprocess.Popen[bytes]) -> None:
+    process = identity(child)
+    assert processes.lives(process)
+    assert not processes.lives(replace(process, start_ticks=process.start_ticks - 1))
+    zombify(child)
+    wait_until(lambda: not processes.lives(process), 10, "a zombie does not live")
+    child.wait()
+    assert not processes.lives(process)
 
 
-def test_there_is_nothing_to_wait_for_without_processes() -> None:
-    assert asyncio.run(wait_ended((), 10)) == ()
+def test_a_process_lives_on_in_its_threads_when_its_main_thread_is_a_zombie() -> None:
+    code = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            wait_until(
+                lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, 10, "the leader is a zombie"
+            )
+            assert processes.lives(identity(process))
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL

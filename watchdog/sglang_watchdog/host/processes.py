@@ -8,17 +8,14 @@ not give: its `create_time()` is in Unix seconds and moves when the clock is ste
 line for long names, and its table of sockets is read anew for each process.
 """
 
-import asyncio
 import contextlib
 import os
+import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import psutil
 
@@ -173,7 +170,7 @@ def _holds(pid: int, sockets: set[str]) -> bool:
         return False
 
 
-# Signals
+# Its end
 
 
 class SignalOutcome(StrEnum):
@@ -183,73 +180,46 @@ class SignalOutcome(StrEnum):
     DENIED = "denied"
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessHandle:
-    """A process held by a pidfd: whatever becomes of its pid, this is the same process. A context manager."""
-
-    id: ProcessId
-    fd: int
-
-    def send(self, number: int) -> SignalOutcome:
+def signal_process(process: ProcessId, number: int, proof: Callable[[], bool]) -> SignalOutcome:
+    """Holds the process by a pidfd, has the proof read again, and only then signals: whatever becomes of the pid
+    meanwhile, no other process is hit."""
+    with _held(process) as fd:
+        if fd is None:
+            return SignalOutcome.GONE
+        if not proof():
+            return SignalOutcome.NOT_PROVEN
         try:
-            signal.pidfd_send_signal(self.fd, number)
+            signal.pidfd_send_signal(fd, number)
         except ProcessLookupError:
             return SignalOutcome.GONE
         except PermissionError:
             return SignalOutcome.DENIED
         return SignalOutcome.SENT
 
-    def close(self) -> None:
-        os.close(self.fd)
 
-    def __enter__(self) -> Self:
-        return self
+def lives(process: ProcessId) -> bool:
+    """Whether any of its threads still runs: a pidfd tells, while `Z` in /proc is the main thread's alone.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+    One that does not live may still hold memory of a card, reaped or not: only NVML says that it is released.
+    """
+    with _held(process) as fd:
+        if fd is None:
+            return False
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return not poll.poll(0)
 
 
-def hold(process: ProcessId) -> ProcessHandle | None:
-    """None where it is gone. What is to be proven of the process is read after this, and before a signal is sent."""
+@contextlib.contextmanager
+def _held(process: ProcessId) -> Iterator[int | None]:
+    """A pidfd of this very process; None where it is gone."""
     try:
         fd = os.pidfd_open(process.pid)
-    except (ProcessLookupError, OverflowError):
-        return None
-    # Only now: a pid that was reused before the pidfd was opened has another start.
-    if start_ticks(process.pid) != process.start_ticks:
-        os.close(fd)
-        return None
-    return ProcessHandle(process, fd)
-
-
-def signal_process(process: ProcessId, number: int, proof: Callable[[], bool]) -> SignalOutcome:
-    """Holds the process, reads the proof again, and only then signals."""
-    handle = hold(process)
-    if handle is None:
-        return SignalOutcome.GONE
-    with handle:
-        return handle.send(number) if proof() else SignalOutcome.NOT_PROVEN
-
-
-async def wait_ended(handles: Iterable[ProcessHandle], deadline: float) -> tuple[ProcessId, ...]:
-    """Waits until all have ended, at most `deadline` seconds; returns those that have not.
-
-    Ended means that all threads are (a pidfd tells, while `Z` in /proc comes earlier): reaped or not. What a process
-    held on a card can come back later still, so only NVML says that it is released.
-    """
-    loop = asyncio.get_running_loop()
-    waiting = {handle: loop.create_future() for handle in handles}
-    for handle, ended in waiting.items():
-        loop.add_reader(handle.fd, _done, ended)
+    except ProcessLookupError:
+        yield None
+        return
     try:
-        if waiting:
-            await asyncio.wait(waiting.values(), timeout=deadline)
+        # Only now: a pid that was reused before the pidfd was opened has another start.
+        yield fd if start_ticks(process.pid) == process.start_ticks else None
     finally:
-        for handle in waiting:
-            loop.remove_reader(handle.fd)
-    return tuple(handle.id for handle, ended in waiting.items() if not ended.done())
-
-
-def _done(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
+        os.close(fd)
