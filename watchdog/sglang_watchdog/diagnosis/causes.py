@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.manager import Word
+from sglang_watchdog.diagnosis.manager import Said, Word
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.timeline import Failure, Hit, Timeline
@@ -22,7 +22,7 @@ _FAULT_XIDS = frozenset({13, 31})
 _GOES_ON_SAME_RANK = 5.0  # seconds of decoding on the same rank that prove that a line was not the end
 _GOES_ON = 90.0  # on any rank: SGLang's crash diagnostics keep the others alive for up to 65 s
 _SAME_EVENT = 60.0
-_SAME_RANK_EVENT = 30.0
+_OTHER_RANK = 30.0  # within which the rank that failed first may be logged after one that failed because of it
 
 _PLAIN: dict[Meaning, tuple[Class, float]] = {
     Meaning.KV_UNSIZABLE: (Class.KV_CACHE_OOM, 0.95),
@@ -85,7 +85,9 @@ def _explains(cause: Cause, first: Cause) -> bool:
         return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
     if cause.failure is Class.GPU_HARDWARE_FAULT:
         return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
-    return cause.failure in _MEMORY and first.failure in _SOFT and apart <= _SAME_RANK_EVENT
+    if cause.failure in (Class.CUDA_ERROR, Class.SEGFAULT):
+        return first.failure is Class.NCCL_ERROR and apart <= _OTHER_RANK
+    return cause.failure in _MEMORY and first.failure in _SOFT and apart <= _OTHER_RANK
 
 
 def _all(case: Case) -> Iterator[Cause]:
@@ -96,6 +98,10 @@ def _all(case: Case) -> Iterator[Cause]:
             yield cause
     for failure in timeline.failures:
         cause = _of_failure(failure, timeline)
+        if cause and not _went_on(cause, timeline):
+            yield cause
+    for said in timeline.said:
+        cause = _of_said(said, case)
         if cause and not _went_on(cause, timeline):
             yield cause
 
@@ -128,8 +134,14 @@ def _of_hit(hit: Hit, case: Case) -> Cause | None:
         worker=hit.worker,
         frames=hit.frames,
         hit=hit,
-        in_speculation=_in_speculation(hit.frames, hit.worker) or hit.means is Meaning.DRAFT_MISSING,
+        in_speculation=_in_speculation(hit.frames, hit.worker) or _of_the_draft(hit, failure),
     )
+
+
+def _of_the_draft(hit: Hit, failure: Class) -> bool:
+    """The wording itself says so, or the check of free memory that only fails wrongly for a draft worker."""
+    draft_check = hit.means is Meaning.UNBALANCED and failure is Class.SOFTWARE_EXCEPTION
+    return draft_check or hit.means is Meaning.DRAFT_MISSING
 
 
 def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
@@ -207,12 +219,21 @@ def _killed_ours(hit: Hit, case: Case) -> bool:
     """Whether the process that the kernel killed was the launch's: by pid, by SGLang's title, or, where the launch's
     pids are not known, by a death from SIGKILL at that time."""
     pid, comm = int(hit.groups.get("pid", "0")), hit.groups.get("comm", "")
+    group = _memory_group(pid, case.timeline)
+    if group and case.timeline.unit and ".service" in group:
+        return f"/{case.timeline.unit}" in group
     recorded = {process.id.pid for process in case.launch.processes} if case.launch else set()
     if pid in recorded or pid in case.timeline.pids:
         return True
     if comm.startswith(("sglang", "sgl_")):
-        return not recorded
+        return not recorded or _killed_by_nine(case)
     return not case.timeline.pids and not recorded and _killed_by_nine(case)
+
+
+def _memory_group(pid: int, timeline: Timeline) -> str:
+    """The control group of the killed process, as the kernel names it just before."""
+    contexts = (hit for hit in timeline.hits if hit.means is Meaning.KILL_CONTEXT)
+    return next((hit.groups["group"] for hit in contexts if hit.groups.get("pid") == str(pid)), "")
 
 
 def _killed_by_nine(case: Case) -> bool:
@@ -239,12 +260,29 @@ def _phase(hit: Hit, failure: Class) -> Phase:
             return hit.phase
 
 
+def _of_said(said: Said, case: Case) -> Cause | None:
+    """systemd saw the kernel's OOM killer, or its own, at work in the unit's memory group."""
+    if said.word not in (Word.OUT_OF_MEMORY, Word.OOMD):
+        return None
+    limited = said.word is Word.OOMD or bool(case.unit and case.unit.memory_max)
+    return Cause(
+        failure=Class.CGROUP_OOM_KILL if limited else Class.HOST_OOM_KILL,
+        confidence=0.85,
+        order=said.order,
+        time=said.time,
+        text=said.text,
+        source=Source.SYSTEMD,
+        phase=case.timeline.phase,
+        worker=Worker.TARGET,
+    )
+
+
 _ARGUMENT_FRAMES = ("server_args.py:", "arg_groups/", "server_args_config_parser", "argparse.py:")
 
 
 def _of_failure(failure: Failure, timeline: Timeline) -> Cause | None:
     """An exception that no signature knows: the launch's end if SGLang ends after its header, or if it is main's own
-    before anything was up."""
+    before the server was up."""
     raised = failure.raised
     if failure.recognised:
         return None
@@ -253,7 +291,7 @@ def _of_failure(failure: Failure, timeline: Timeline) -> Cause | None:
         judged = (Class.BAD_ARGUMENTS, 0.9)
     elif raised.fatal:
         judged = (Class.SOFTWARE_EXCEPTION, 0.8)
-    elif early and _exited(timeline):
+    elif failure.phase not in (Phase.READY, Phase.SERVING, Phase.STOPPING) and _exited(timeline):
         judged = (Class.SOFTWARE_EXCEPTION, 0.6)
     else:
         return None

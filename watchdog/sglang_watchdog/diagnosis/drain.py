@@ -1,5 +1,6 @@
 """What a stop would have needed: requests in flight, their length and speed, and whether it could end at all."""
 
+from sglang_watchdog.diagnosis.signatures import ReleaseRange
 from sglang_watchdog.diagnosis.timeline import Timeline
 from sglang_watchdog.domain.unit import UnitSnapshot
 
@@ -16,9 +17,9 @@ def in_flight(timeline: Timeline) -> int:
     return max(counted, decoding.running + decoding.queued if decoding else 0)
 
 
-def drain_advice(timeline: Timeline, unit: UnitSnapshot | None) -> tuple[str, ...]:
+def drain_advice(timeline: Timeline, unit: UnitSnapshot | None, releases: ReleaseRange) -> tuple[str, ...]:
     busy = in_flight(timeline)
-    if busy and timeline.releases.surely_before("0.5.10") and unit and unit.kill_mode == "control-group":
+    if busy and releases.surely_before("0.5.10") and unit and unit.kill_mode == "control-group":
         return (
             f"This stop could never have ended: up to 0.5.9, with KillMode=control-group, the schedulers die of the "
             f"stop's SIGTERM at once and the {busy} requests wait for them for ever. Set KillMode=mixed in the unit, "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.server_args import shown
+from sglang_watchdog.diagnosis.signatures import Release, ReleaseRange
 from sglang_watchdog.diagnosis.timeline import Decoding, Timeline
 from sglang_watchdog.domain.speculation import Command, SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
@@ -35,6 +36,12 @@ class Speculation:
 
 def server_args_of(case: Case) -> Mapping[str, object]:
     return case.timeline.server_args or (case.launch.server_args if case.launch else {})
+
+
+def releases_of(case: Case) -> ReleaseRange:
+    """SGLang's release: as recorded, else what the log's wordings leave possible."""
+    recorded = Release.parse(case.launch.version) if case.launch else None
+    return ReleaseRange(recorded, recorded) if recorded else case.timeline.releases
 
 
 def argv_of(case: Case) -> tuple[str, ...]:
@@ -79,10 +86,14 @@ def _value(values: tuple[str, ...]) -> object:
 
 
 def speculation_of(case: Case) -> Speculation:
-    """The speculation that ran."""
-    return (
-        _printed(server_args_of(case)) or _asked(argv_of(case)) or _implied(case.timeline) or _drafting(case.timeline)
-    )
+    """The speculation that ran, by the best witness. The unit's own ExecStart= is the last: it is what systemd has
+    loaded now, and may have been loaded after the launch began."""
+    recorded = case.launch.argv if case.launch else ()
+    witnesses = (_printed(server_args_of(case)), _asked(recorded), _implied(case), _asked(argv_of(case)))
+    ran = next((witness for witness in witnesses if witness), Speculation())
+    if case.timeline.drafts and not ran.on:
+        return Speculation(on=True, source="the draft worker's lines")
+    return ran
 
 
 def _printed(server_args: Mapping[str, object]) -> Speculation | None:
@@ -111,20 +122,14 @@ def _asked(argv: tuple[str, ...]) -> Speculation | None:
     )
 
 
-def _drafting(timeline: Timeline) -> Speculation:
-    if timeline.drafts:
-        return Speculation(on=True, source="the draft worker's lines")
-    return Speculation()
-
-
-def _implied(timeline: Timeline) -> Speculation | None:
-    tokens = implied_draft_tokens(timeline)
+def _implied(case: Case) -> Speculation | None:
+    tokens = implied_draft_tokens(case.timeline, releases_of(case))
     if tokens is None:
         return None
     return Speculation(on=True, steps=tokens - 1, draft_tokens=tokens, source="accept len and accept rate")
 
 
-def implied_draft_tokens(timeline: Timeline) -> int | None:
+def implied_draft_tokens(timeline: Timeline, releases: ReleaseRange) -> int | None:
     """Draft tokens per verify step, from one decode line: accept rate is accept len over draft tokens up to 0.5.10, and
     counts drafts alone from 0.5.11 on. None where the figures allow more than one whole number, or the release is not
     known and the two rules differ."""
@@ -133,7 +138,6 @@ def implied_draft_tokens(timeline: Timeline) -> int | None:
         return None
     old = {_solve(line, drafts_alone=False)}
     new = {_solve(line, drafts_alone=True)}
-    releases = timeline.releases
     answers = old if releases.surely_before("0.5.11") else new if releases.surely_from("0.5.11") else old | new
     known = {answer for answer in answers if answer}
     return known.pop() if len(known) == 1 else None

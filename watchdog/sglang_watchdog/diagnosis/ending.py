@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.drain import drain_advice, in_flight
-from sglang_watchdog.diagnosis.effective import is_of
+from sglang_watchdog.diagnosis.effective import is_of, releases_of
 from sglang_watchdog.diagnosis.manager import Said, Word
-from sglang_watchdog.diagnosis.signatures import Meaning
+from sglang_watchdog.diagnosis.signatures import Meaning, ReleaseRange
 from sglang_watchdog.diagnosis.timeline import Hit, Timeline
 from sglang_watchdog.diagnosis.verdict import Verdict, of_hit, of_said, of_unit
 from sglang_watchdog.domain.evidence import Evidence
@@ -32,6 +32,7 @@ class Ending:
     stopping: Said | None
     sigterm: Hit | None
     main_exit: Said | None
+    releases: ReleaseRange
 
     @classmethod
     def of(cls, case: Case) -> "Ending":
@@ -41,7 +42,7 @@ class Ending:
         stopping = timeline.word(Word.STOPPING)
         if stopping and main_exit and stopping.order > main_exit.order:
             stopping = None  # the stop of what was left, after main had ended by itself
-        return cls(timeline, unit, stopping, timeline.first(Meaning.SIGTERM), main_exit)
+        return cls(timeline, unit, stopping, timeline.first(Meaning.SIGTERM), main_exit, releases_of(case))
 
     @property
     def result(self) -> ServiceResult:
@@ -133,7 +134,7 @@ def _stop_timeout(ending: Ending, timed_out: Said, confidence: float) -> Verdict
         f"A stop was asked for, the server was still shutting down{with_requests}, and systemd ended it with "
         f"SIGKILL{after}. Nothing was wrong with its configuration.",
         evidence=(*_sigterm(ending), *map(of_said, seen), *_drain_line(ending), *ending.proofs()),
-        advice=drain_advice(ending.timeline, ending.unit),
+        advice=drain_advice(ending.timeline, ending.unit, ending.releases),
         ruled_out=(
             RuledOut(Class.HOST_OOM_KILL, "systemd itself sent the SIGKILL, after its stop timeout"),
             RuledOut(Class.EXTERNAL_KILL, "the stop was asked of systemd, and systemd sent the SIGKILL"),

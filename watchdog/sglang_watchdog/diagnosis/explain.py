@@ -2,7 +2,7 @@
 
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
-from sglang_watchdog.diagnosis.effective import Speculation, server_args_of
+from sglang_watchdog.diagnosis.effective import Speculation, releases_of, server_args_of
 from sglang_watchdog.diagnosis.held import Held
 from sglang_watchdog.diagnosis.memory_fit import Budget, budget_of, most_steps, states_gib
 from sglang_watchdog.diagnosis.progress import Worker
@@ -114,7 +114,7 @@ def _pool_raw(cause: Cause) -> Verdict:
 
 
 def _unsizable(case: Case, cause: Cause, speculation: Speculation) -> Verdict:
-    budget = budget_of(case.timeline.memory, server_args_of(case), case.timeline.releases)
+    budget = budget_of(case.timeline.memory, server_args_of(case), releases_of(case))
     figures = _figures(case, cause, budget, speculation) if budget else ()
     return Verdict(
         Class.KV_CACHE_OOM,

@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.case import Case, HeldMemory
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.effective import argv_of, server_args_of
-from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.domain.evidence import Evidence, Source
 from sglang_watchdog.domain.gpu import GpuReading
 
@@ -19,6 +18,7 @@ _GIB = 1 << 30
 # An idle card is not at 0: the driver reserves some, and each context takes half a GiB beside what it allocates.
 _NOT_WORTH_BYTES = _GIB
 _NOT_WORTH_SHARE = 0.1
+_TOLERANCE_GIB = 1.5
 _IN_USE = re.compile(r"Process (?P<pid>\d+) has (?P<held>[\d.]+ [KMG]iB) memory in use")
 _UNITS = {"KiB": 1 / 2**20, "MiB": 1 / 1024, "GiB": 1.0}
 # SGLang's default of --chunked-prefill-size tells the least memory that the card has (GiB, as it counts them).
@@ -52,16 +52,35 @@ def _proofs(case: Case, cause: Cause) -> Iterator[Held]:
 
 def _recorded(case: Case) -> Iterator[Held]:
     """NVML just before the start."""
-    holders = [holder for holder in case.held_before if holder.held_bytes > 0]
-    gib = sum(holder.held_bytes for holder in holders) / _GIB
-    if holders and gib * _GIB >= _NOT_WORTH_BYTES:
+    holders = [holder for holder in case.held_before if _met(holder, case)]
+    held_bytes = sum(holder.held_bytes for holder in holders)
+    if held_bytes >= _NOT_WORTH_BYTES:
         who = ", ".join(dict.fromkeys(holder.who for holder in holders))
-        text = f"before the start {gib:.1f} GiB of GPU memory were in use: {who}"
-        yield Held(gib, who, all(h.ours for h in holders), Evidence(Source.NVML, text, _time(case)), 0.95)
+        text = f"before the start {held_bytes / _GIB:.1f} GiB of GPU memory were in use: {who}"
+        time = case.gpu_before.time if case.gpu_before else None
+        ours = all(holder.ours for holder in holders)
+        yield Held(held_bytes / _GIB, who, ours, Evidence(Source.NVML, text, time), 0.95)
+    elif isinstance(case.gpu_before, GpuReading) and not case.held_before:
+        yield from _unaccounted(case.gpu_before)
 
 
-def _time(case: Case) -> float | None:
-    return case.gpu_before.time if case.gpu_before else None
+def _met(holder: HeldMemory, case: Case) -> bool:
+    """Whether the launch can have met that memory: the server printed no more free than the holder had left. A host
+    has cards that a server does not use."""
+    before = case.timeline.memory.before_weights_gib
+    if before is None or not isinstance(case.gpu_before, GpuReading):
+        return True
+    totals = [gpu.total_bytes for gpu in case.gpu_before.gpus if gpu.index == holder.gpu]
+    return not totals or before <= (totals[0] - holder.held_bytes) / _GIB + _TOLERANCE_GIB
+
+
+def _unaccounted(reading: GpuReading) -> Iterator[Held]:
+    """Bytes that no process is listed for: a driver that has not released yet, or processes that cannot be seen."""
+    by_card = (gpu.used_bytes - sum(holder.used_bytes for holder in gpu.holders) for gpu in reading.gpus)
+    gib = sum(max(0, lost - _NOT_WORTH_BYTES) for lost in by_card) / _GIB
+    if gib * _GIB >= _NOT_WORTH_BYTES:
+        text = f"before the start {gib:.1f} GiB of GPU memory were in use that no process accounts for"
+        yield Held(gib, "no visible process", None, Evidence(Source.NVML, text, reading.time), 0.85)
 
 
 def _named(case: Case, cause: Cause) -> Iterator[Held]:
@@ -111,8 +130,3 @@ def to_gib(text: str) -> float:
     """`448.00 MiB` in GiB; 0 for no figure."""
     number, _, unit = text.partition(" ")
     return float(number) * _UNITS[unit] if unit in _UNITS else 0.0
-
-
-def seen_held(case: Case) -> bool:
-    """Whether the log itself says that others were on the card."""
-    return case.timeline.first(Meaning.HELD, Meaning.UNBALANCED) is not None

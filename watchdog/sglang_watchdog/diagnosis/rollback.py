@@ -1,7 +1,7 @@
 """Whether going back to less or no speculation would have avoided the end. None where that cannot be known."""
 
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.effective import Speculation, argv_of, server_args_of
+from sglang_watchdog.diagnosis.effective import Speculation, argv_of, releases_of, server_args_of
 from sglang_watchdog.diagnosis.memory_fit import budget_of
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
@@ -42,7 +42,7 @@ def _memory(case: Case, verdict: Verdict, speculation: Speculation) -> bool | No
         return None
     if not speculation.on:
         return False
-    budget = budget_of(case.timeline.memory, server_args_of(case), case.timeline.releases)
+    budget = budget_of(case.timeline.memory, server_args_of(case), releases_of(case))
     target_alone_exceeds = budget is not None and not budget.fits_without_draft
     return not (verdict.failure is Class.KV_CACHE_OOM and target_alone_exceeds)
 

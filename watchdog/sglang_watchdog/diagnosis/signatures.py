@@ -27,6 +27,7 @@ class Meaning(StrEnum):
     DRIVER_NO_MEMORY = "driver_no_memory"  # the driver cannot allocate (unified memory)
     HOST_KILL = "host_kill"  # the kernel's global OOM killer
     CGROUP_KILL = "cgroup_kill"
+    KILL_CONTEXT = "kill_context"  # the kernel names the control group of the process that it kills next
     CGROUP_COUNTER = "cgroup_counter"  # memory.events' oom_kill moved
     NO_SPACE = "no_space"
     HARDWARE = "hardware"

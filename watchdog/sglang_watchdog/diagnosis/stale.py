@@ -117,7 +117,8 @@ def _from_start(case: Case) -> bool | None:
     began = case.launch.started if case.launch else case.timeline.began
     if case.disk_changed is not None:
         return case.disk_changed <= began
-    return None
+    # On a live host every deploy ends a launch whose definition has just changed: without a time it is taken for one.
+    return False if case.has_ledger else None
 
 
 def _evidence(case: Case, ran: Speculation, wanted: SpeculationConfig) -> tuple[Evidence, ...]:

@@ -17,22 +17,14 @@ _EXEC_STATUSES = range(200, 246)
 
 def judge_manager(case: Case, ending: Ending) -> Verdict | None:
     """The first rule that has its proof, in order of how near its words are to a cause."""
-    rules = (_memory_kill, _could_not_execute, _could_not_prepare, _start_timeout, _client_kill, _start_limit)
+    rules = (_memory_result, _could_not_execute, _could_not_prepare, _start_timeout, _client_kill, _start_limit)
     verdicts = (rule(case, ending) for rule in rules)
     return next((verdict for verdict in verdicts if verdict), None)
 
 
-def _memory_kill(case: Case, ending: Ending) -> Verdict | None:
-    timeline = case.timeline
-    oomd, told = timeline.word(Word.OOMD), timeline.word(Word.OUT_OF_MEMORY)
-    if oomd:
-        return Verdict(
-            Class.CGROUP_OOM_KILL,
-            0.95,
-            "systemd-oomd killed the server because its memory group was under pressure. GPU memory has no part in it.",
-            evidence=(of_said(oomd), *ending.proofs()),
-        )
-    if not told and ending.result is not ServiceResult.OOM_KILL:
+def _memory_result(_case: Case, ending: Ending) -> Verdict | None:
+    """Only the unit's Result tells: the words are not in the log."""
+    if ending.result is not ServiceResult.OOM_KILL:
         return None
     limited = bool(ending.unit and ending.unit.memory_max)
     where = "the memory limit of its unit (MemoryMax=)" if limited else "the host's memory"
@@ -40,7 +32,7 @@ def _memory_kill(case: Case, ending: Ending) -> Verdict | None:
         Class.CGROUP_OOM_KILL if limited else Class.HOST_OOM_KILL,
         0.8,
         f"The kernel killed a process of the server because {where} ran out. GPU memory has no part in it.",
-        evidence=(*((of_said(told),) if told else ()), *ending.proofs()),
+        evidence=ending.proofs(),
         advice=("Look at the kernel's log (`journalctl -k`) for what used the memory.",),
         ruled_out=(RuledOut(Class.EXTERNAL_KILL, "systemd saw the OOM killer at work in the unit's group"),),
     )
@@ -133,7 +125,7 @@ def judge_kill(case: Case, ending: Ending) -> Verdict | None:
     timeline = case.timeline
     whole = timeline.complete and not timeline.suppressed and not timeline.lost_fields
     child = next((h for h in timeline.hits if h.means is Meaning.CHILD_DIED and h.groups.get("code") == "-9"), None)
-    if not whole or ending.result not in (ServiceResult.SIGNAL, ServiceResult.EXIT_CODE):
+    if not whole or ending.result not in (ServiceResult.SIGNAL, ServiceResult.EXIT_CODE, ServiceResult.SUCCESS):
         return None
     if child:
         return _killed("a process of the server", (of_hit(child), *ending.proofs()), 0.6)

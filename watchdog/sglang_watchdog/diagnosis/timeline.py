@@ -21,8 +21,9 @@ from sglang_watchdog.domain.evidence import Source
 from sglang_watchdog.domain.journal import JournalEntry, MessageId
 from sglang_watchdog.domain.launch import MemoryFigures, Phase, PhaseMark
 
-_FIRST_HITS = 4  # of each signature, beside the last one
-_MOST_RAISED = 16
+_MOST_HITS = 8  # of each signature
+_MOST_RAISED = 24
+_LONG_AGO = 300.0  # seconds after which a line gives way to newer ones of its kind
 _MOST_SAID = 64
 _MOST_PROCESSES = 512
 _CONTEXT = 3
@@ -138,7 +139,7 @@ class TimelineReader:
         self._marks = chosen.marks
         self._unit = unit
         self._invocation = invocation
-        self._lines = 0
+        self._lines = self._own_lines = 0
         self._began = self._last = self._alive = 0.0
         self._complete = self._ended = self._over = False
         self._progress = Progress()
@@ -205,7 +206,7 @@ class TimelineReader:
         if self._ended and said.word in (Word.STARTING, Word.STARTED):
             self._over = True
             return
-        self._complete = self._complete or (said.word in (Word.STARTING, Word.STARTED) and not self._lines > 1)
+        self._complete = self._complete or (said.word in (Word.STARTING, Word.STARTED) and not self._own_lines)
         self._ended = self._ended or said.word in (Word.MAIN_EXIT, Word.FAILED, Word.SUCCEEDED)
         if said.word is Word.STOPPING:
             self._stop_begins(entry.time)
@@ -227,6 +228,7 @@ class TimelineReader:
             self._pids.add(entry.pid)
         for text in message.split("\n") if "\n" in message else (message,):
             self._lines += 1
+            self._own_lines += 1
             self._own_line(parse_line(text), entry)
 
     def _own_line(self, line: Line, entry: JournalEntry) -> None:
@@ -314,8 +316,8 @@ class TimelineReader:
 
     def _keep(self, hit: Hit) -> None:
         kept = self._hits.setdefault(hit.signature.id, [])
-        if len(kept) > _FIRST_HITS:
-            kept.pop()
+        if len(kept) >= _MOST_HITS:
+            kept.pop(0 if kept[0].time < hit.time - _LONG_AGO else -1)
         kept.append(hit)
         if hit.means in (Meaning.SIGTERM, Meaning.STOPPING):
             self._stop_begins(hit.time)
@@ -323,6 +325,8 @@ class TimelineReader:
     def _failed(self, raised: Raised, recognised: bool) -> None:
         if self._failures and raised.cause and self._failures[-1].raised is raised.cause:
             recognised = self._failures.pop().recognised or recognised
+        if self._failures and self._failures[0].raised.time < raised.time - _LONG_AGO:
+            self._failures.pop(0)
         if len(self._failures) < _MOST_RAISED:
             state = self._progress.at(raised.rank)
             phase = self._progress.phase if self._progress.phase in _LATE else state.phase

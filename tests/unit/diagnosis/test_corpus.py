@@ -1,0 +1,50 @@
+"""The diagnosis on launches that really happened: recorded from real servers, and from public reports."""
+
+import pytest
+
+from corpus_cases import CorpusCase, everything
+from sglang_watchdog.domain.failure import FailureClass as Class
+
+# These must be right; of the others "unknown" would do.
+SURE = frozenset(
+    {Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.GPU_MEMORY_HELD, Class.STOP_TIMEOUT_SIGKILL, Class.STALE_UNIT_FILE}
+    | {Class.REQUESTED_STOP, Class.EXTERNAL_KILL, Class.UNKNOWN}
+)
+CASES = everything()
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def test_the_corpus_is_whole() -> None:
+    assert len(CASES) == 75
+
+
+@EVERY_CASE
+def test_the_class_is_right_or_honestly_unknown(case: CorpusCase) -> None:
+    allowed = case.acceptable if case.expected in SURE else case.acceptable | {Class.UNKNOWN}
+    assert case.diagnosis().failure in allowed
+
+
+@EVERY_CASE
+def test_a_rollback_is_never_promised_where_it_would_not_help(case: CorpusCase) -> None:
+    assert not (case.rollback_helps is False and case.diagnosis().rollback_helps)
+
+
+@EVERY_CASE
+def test_nothing_is_called_out_of_memory_that_is_not(case: CorpusCase) -> None:
+    given = case.diagnosis().failure
+    assert not ("oom" in given and given not in case.acceptable)
+
+
+def test_what_is_said_with_confidence_is_right_nine_times_in_ten() -> None:
+    sure = [(case, answer) for case in CASES if (answer := case.diagnosis()).confidence >= 0.85]
+    right = [case for case, answer in sure if answer.failure in case.acceptable]
+    assert len(sure) > 40
+    assert len(right) >= 0.9 * len(sure)
+
+
+@EVERY_CASE
+def test_every_answer_says_why(case: CorpusCase) -> None:
+    answer = case.diagnosis()
+    assert answer.summary.endswith(".")
+    assert answer.evidence or answer.failure is Class.UNKNOWN
+    assert all(ruled_out.failure is not answer.failure for ruled_out in answer.ruled_out)

@@ -1,0 +1,57 @@
+"""Every wording in the catalog is tested by its own sample lines."""
+
+import pytest
+
+from sglang_watchdog.diagnosis.signatures import Meaning, Release, ReleaseMark, ReleaseRange, Signature, catalog
+from sglang_watchdog.domain.evidence import Source
+
+SIGNATURES = catalog().signatures
+
+
+@pytest.mark.parametrize("signature", SIGNATURES, ids=lambda s: s.id)
+def test_a_signature_matches_its_samples_and_not_its_neighbours(signature: Signature) -> None:
+    assert signature.samples
+    assert [line for line in signature.samples if not signature.search(line)] == []
+    assert [line for line in signature.others if signature.search(line)] == []
+
+
+@pytest.mark.parametrize("signature", SIGNATURES, ids=lambda s: s.id)
+def test_no_other_cause_claims_a_signature_s_samples(signature: Signature) -> None:
+    """A line that two causes claim would be decided by chance. Benign ones come first, whatever else matches."""
+    if signature.means is Meaning.BENIGN:
+        return
+    peers = [s for s in SIGNATURES if s.source is signature.source and s.means is not signature.means]
+    for line in signature.samples:
+        claims = {s.means for s in peers if s.search(line)}
+        benign = Meaning.BENIGN in claims
+        assert benign or not claims - {Meaning.CHILD_DIED, Meaning.ECHO, Meaning.OWN_KILL}, line
+
+
+def test_ids_are_unique() -> None:
+    ids = [signature.id for signature in SIGNATURES]
+    assert len(ids) == len(set(ids))
+
+
+def test_benign_wordings_are_looked_at_first() -> None:
+    means = [signature.means for signature in catalog().of(Source.SGLANG)]
+    last_benign = max(i for i, m in enumerate(means) if m is Meaning.BENIGN)
+    assert all(m is Meaning.BENIGN for m in means[:last_benign])
+
+
+@pytest.mark.parametrize("mark", catalog().marks, ids=lambda m: m.needle)
+def test_a_release_mark_matches_its_samples(mark: ReleaseMark) -> None:
+    assert mark.samples
+    assert all(mark.needle in line and mark.pattern.search(line) for line in mark.samples)
+
+
+def test_ranges_of_releases_narrow_and_never_contradict() -> None:
+    def parsed(since: str, until: str) -> ReleaseRange:
+        return ReleaseRange(Release.parse(since), Release.parse(until))
+
+    both = parsed("0.5.10", "").narrowed(parsed("", "0.5.18"))
+    assert both == parsed("0.5.10", "0.5.18")
+    assert both.narrowed(parsed("0.6", "")) == both
+    assert both.surely_from("0.5.10")
+    assert not both.surely_from("0.5.11")
+    assert both.surely_before("0.5.19")
+    assert not both.surely_before("0.5.18")
