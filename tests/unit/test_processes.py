@@ -138,6 +138,28 @@ def test_a_unit_without_a_group_has_no_processes(groups: Path) -> None:
         assert processes.cgroup_processes(nothing) == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "unified", "path"),
+    [
+        ("0::/system.slice/x.service\n", True, "/system.slice/x.service"),
+        ("9:name=systemd:/\n4:memory:/outer\n0::/system.slice/x.service\n", True, "/system.slice/x.service"),
+        (
+            "9:name=systemd:/system.slice/x.service\n4:memory:/\n0::/system.slice/x.service\n",
+            False,
+            "/system.slice/x.service",
+        ),
+        ("9:name=systemd:/docker/0123\n4:memory:/docker/0123\n0::/\n", False, "/docker/0123"),
+        ("2:cpu,cpuacct:/\n1:name=systemd:/a:b\n", False, "/a:b"),
+        ("0::/only\n", False, "/only"),
+        ("", True, None),
+    ],
+)
+def test_the_group_is_the_one_in_the_hierarchy_that_this_systemd_uses(
+    text: str, unified: bool, path: str | None
+) -> None:
+    assert processes.systemd_path(text, unified=unified) == path
+
+
 def test_the_group_of_a_real_process_has_it() -> None:
     group = processes.cgroup(os.getpid())
     if not group or group == "/":

@@ -57,8 +57,14 @@ def command_line(pid: int) -> tuple[str, ...]:
 
 def cgroup(pid: int) -> str | None:
     """The path of its group in systemd's hierarchy, as in a unit's ControlGroup; None where it cannot be read."""
-    by_hierarchy = dict(line.split(":", 2)[1:] for line in _text(pid, "cgroup").splitlines())
-    return by_hierarchy.get("name=systemd", by_hierarchy.get(""))
+    return systemd_path(_text(pid, "cgroup"), unified=(_CGROUP_ROOTS[0] / "cgroup.controllers").exists())
+
+
+def systemd_path(text: str, *, unified: bool) -> str | None:
+    """Out of /proc/PID/cgroup. `unified`: version 2 is mounted alone, and of version 1's hierarchies, which another
+    systemd (of an outer host) may use, the path says nothing here."""
+    by_hierarchy = dict(line.split(":", 2)[1:] for line in text.splitlines())
+    return by_hierarchy.get("" if unified else "name=systemd", by_hierarchy.get(""))
 
 
 def facts(pid: int) -> ProcessFacts | None:
