@@ -230,14 +230,15 @@ def render_environment(variables: Mapping[str, str]) -> str:
 
 
 def parse_environment(text: str) -> dict[str, str]:
-    """The variables of an environment file."""
+    """The variables of an environment file. A comment ends with its line, as in 257; in 252 a backslash at its end
+    made the next line a part of it."""
     found: dict[str, str] = {}
     at = 0
     while (at := _skip_blanks(text, at)) < len(text):
         if text[at] in "#;":
-            at = _end_of_line(text, at, escapes=True)
+            at = _end_of_line(text, at)
             continue
-        end = _end_of_line(text, at, escapes=False)
+        end = _end_of_line(text, at)
         equals = text.find("=", at, end)
         if equals < 0:
             at = end
@@ -248,10 +249,9 @@ def parse_environment(text: str) -> dict[str, str]:
     return found
 
 
-def _end_of_line(text: str, at: int, *, escapes: bool) -> int:
-    while at < len(text) and text[at] != "\n":
-        at += 2 if escapes and text[at] == "\\" else 1
-    return at
+def _end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return end if end >= 0 else len(text)
 
 
 _PIECE = re.compile(
@@ -269,7 +269,7 @@ def _environment_value(text: str, at: int) -> tuple[str, int]:
         if piece["plain"] is not None:
             return value + _plain_value(piece["plain"]), at
         value += piece["single"] if piece["single"] is not None else _double_quoted(piece["double"])
-    return value, _end_of_line(text, at, escapes=False)
+    return value, _end_of_line(text, at)
 
 
 def _double_quoted(text: str) -> str:
