@@ -263,6 +263,7 @@ def _content(folder: int, name: str) -> tuple[str, int] | None:
 
 
 def _write(folder: int, override: Override) -> None:
+    """The file belongs to whom the watchdog runs as, root: its service may not change owners."""
     # Always the same name, so that a write that was cut off leaves one file at most; systemd reads only *.conf.
     temporary = f".{override.path.name}.new"
     with contextlib.suppress(FileNotFoundError):
@@ -272,7 +273,6 @@ def _write(folder: int, override: Override) -> None:
     with open(file, "w", encoding="utf-8", errors="surrogateescape") as opened:
         opened.write(override.text)
         opened.flush()
-        os.fchown(file, 0, 0)
         os.fchmod(file, override.mode)
         os.fsync(file)
     os.rename(temporary, override.path.name, src_dir_fd=folder, dst_dir_fd=folder)
