@@ -13,6 +13,7 @@ from sglang_watchdog.domain.journal import JournalEntry
 
 # journald itself splits lines at 48 KiB; what is longer in a file made by something else is no message of SGLang.
 _LONGEST_MESSAGE = 64 * 1024
+_LONGEST_NUMBER = 20
 _LONGEST_LINE = 4 * 1024 * 1024
 
 
@@ -72,50 +73,43 @@ def entry_or_none(line: bytes) -> JournalEntry | None:
 
 
 def _entry(fields: Mapping[str, object]) -> JournalEntry:
-    text = _texts(fields)
+    get = fields.get
     return JournalEntry(
-        time=_micros(text("__REALTIME_TIMESTAMP")) or 0.0,
-        message=_message(fields.get("MESSAGE")),
-        cursor=text("__CURSOR"),
-        monotonic=_micros(text("__MONOTONIC_TIMESTAMP")),
-        boot_id=text("_BOOT_ID"),
-        transport=text("_TRANSPORT"),
-        identifier=text("SYSLOG_IDENTIFIER"),
-        comm=text("_COMM"),
-        pid=_number(text("_PID")),
-        unit=text("UNIT") or text("USER_UNIT") or text("_SYSTEMD_USER_UNIT") or text("_SYSTEMD_UNIT"),
-        invocation=text("INVOCATION_ID") or text("USER_INVOCATION_ID") or text("_SYSTEMD_INVOCATION_ID"),
-        message_id=text("MESSAGE_ID"),
-        priority=_number(text("PRIORITY")) or 6,
-        unit_result=text("UNIT_RESULT"),
-        exit_code=text("EXIT_CODE"),
-        exit_status=text("EXIT_STATUS"),
-        job_type=text("JOB_TYPE"),
-        job_result=text("JOB_RESULT"),
+        time=_micros(get("__REALTIME_TIMESTAMP")) or 0.0,
+        message=_message(get("MESSAGE")),
+        cursor=_text(get("__CURSOR")),
+        monotonic=_micros(get("__MONOTONIC_TIMESTAMP")),
+        boot_id=_text(get("_BOOT_ID")),
+        transport=_text(get("_TRANSPORT")),
+        identifier=_text(get("SYSLOG_IDENTIFIER")),
+        comm=_text(get("_COMM")),
+        pid=_number(get("_PID")),
+        unit=_text(get("UNIT") or get("USER_UNIT") or get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT")),
+        invocation=_text(get("INVOCATION_ID") or get("USER_INVOCATION_ID") or get("_SYSTEMD_INVOCATION_ID")),
+        message_id=_text(get("MESSAGE_ID")),
+        priority=_number(get("PRIORITY")) or 6,
+        unit_result=_text(get("UNIT_RESULT")),
+        exit_code=_text(get("EXIT_CODE")),
+        exit_status=_text(get("EXIT_STATUS")),
+        job_type=_text(get("JOB_TYPE")),
+        job_result=_text(get("JOB_RESULT")),
     )
 
 
-class _texts:  # noqa: N801 - reads as the function that it is used as
-    """Fields as text: a field given twice comes as a list, of which the last counts."""
-
-    def __init__(self, fields: Mapping[str, object]) -> None:
-        self._fields = fields
-
-    def __call__(self, name: str) -> str:
-        value = self._fields.get(name, "")
-        if type(value) is str:
-            return value
-        if isinstance(value, list):
-            last = value[-1] if value else ""
-            return last if isinstance(last, str) else _message(value) or ""
-        return "" if value is None else str(value)
+def _text(value: object) -> str:
+    """A field given twice comes as a list, of which the last counts."""
+    if type(value) is str:
+        return value
+    if isinstance(value, list) and value and not isinstance(value[-1], int):
+        return _text(value[-1])
+    return _message(value) or ""
 
 
 def _message(value: object) -> str | None:
     """journalctl gives bytes that are no UTF-8 as a list of numbers, and a repeated field as a list of either."""
+    if type(value) is str:
+        return value if len(value) <= _LONGEST_MESSAGE else value[:_LONGEST_MESSAGE]
     match value:
-        case str():
-            return value[:_LONGEST_MESSAGE]
         case [int(), *_]:
             return bytes(b & 0xFF for b in value[:_LONGEST_MESSAGE] if isinstance(b, int)).decode("utf-8", "replace")
         case list():
@@ -127,13 +121,16 @@ def _message(value: object) -> str | None:
             return str(value)[:_LONGEST_MESSAGE]
 
 
-def _micros(text: str) -> float | None:
-    number = _number(text)
+def _micros(value: object) -> float | None:
+    number = _number(value)
     return None if number is None else number / 1e6
 
 
-def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+def _number(value: object) -> int | None:
+    if value is None:
+        return None
+    text = _text(value)
+    return int(text) if text.isdecimal() and len(text) < _LONGEST_NUMBER else None
 
 
 _SYSLOG = re.compile(
@@ -186,7 +183,7 @@ def _text_entry(text: str, clock: float) -> JournalEntry:
     identifier = parts.get("identifier") or ""
     # SGLang's own clock carries no zone. It is read as UTC: only differences are used.
     time = first_time(parts.get("iso") or "") or first_time(parts["message"][:32]) or clock
-    pid = _number(parts.get("pid") or "")
+    pid = _number(parts.get("pid"))
     manager = identifier == "systemd"
     return JournalEntry(
         time=time,

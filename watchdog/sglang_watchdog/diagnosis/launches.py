@@ -41,7 +41,7 @@ class LaunchReader:
     def chosen(self) -> Timeline:
         """The launch asked for, else the newest that ended, else the newest. Raises UnusableInput without one."""
         timelines = [reader.timeline() for reader in self._readers.values()]
-        told = [timeline for timeline in timelines if timeline.lines]
+        told = [timeline for timeline in timelines if timeline.lines or timeline.lost_fields]
         if self._wanted:
             chosen = self._readers.get(self._wanted)
             if chosen is None:

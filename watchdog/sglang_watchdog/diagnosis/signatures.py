@@ -6,7 +6,7 @@ elsewhere, from the phase and the frames in which it was seen.
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -149,10 +149,30 @@ class Catalog:
     signatures: tuple[Signature, ...]
     marks: tuple[ReleaseMark, ...]
 
-    def of(self, source: Source) -> tuple[Signature, ...]:
-        """Benign ones first: what they match is looked at no further."""
-        chosen = [s for s in self.signatures if s.source is source]
-        return tuple(sorted(chosen, key=lambda s: s.means is not Meaning.BENIGN))
+    def of(self, source: Source) -> "Index":
+        return Index.of(signature for signature in self.signatures if signature.source is source)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Signatures by their needles, so that a line that holds none costs one look for each literal and no pattern."""
+
+    by_needle: tuple[tuple[str, Signature], ...]
+
+    @classmethod
+    def of(cls, signatures: Iterable[Signature]) -> "Index":
+        return cls(tuple((needle, signature) for signature in signatures for needle in signature.needles))
+
+    def matches(self, text: str) -> list[tuple[Signature, re.Match[str]]]:
+        """What matches. Where a benign wording does, that one alone: such a line is looked at no further."""
+        found: dict[str, tuple[Signature, re.Match[str]]] = {}
+        for needle, signature in self.by_needle:
+            if needle in text and signature.id not in found:
+                match = signature.pattern.search(text)
+                if match:
+                    found[signature.id] = (signature, match)
+        benign = [pair for pair in found.values() if pair[0].means is Meaning.BENIGN]
+        return benign[:1] or list(found.values())
 
 
 @cache

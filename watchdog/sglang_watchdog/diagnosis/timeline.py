@@ -28,6 +28,7 @@ _MOST_SAID = 64
 _MOST_PROCESSES = 512
 _CONTEXT = 3
 _MOST_TEXT = 2000
+Matches = list[tuple[Signature, re.Match[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ class TimelineReader:
         elif entry.from_kernel:
             self._kernel_seen = True
             self._lines += 1
-            self._match(self._kernel, Line(entry.message), entry.time)
+            self._match(self._kernel.matches(entry.message), Line(entry.message), entry.time)
         elif entry.from_manager or entry.message_id == MessageId.OOMD_KILL:
             self._lines += 1
             self._manager(entry)
@@ -262,11 +263,12 @@ class TimelineReader:
             if line.text.startswith(SERVER_ARGS):
                 self._server_args = self._server_args or parse_server_args(line.text)
         self._narrow(line.text)
-        benign = any(s.search(line.text) for s in self._own if s.means is Meaning.BENIGN)
+        matches = self._own.matches(line.text)
+        benign = bool(matches) and matches[0][0].means is Meaning.BENIGN
         raised = process.feed(line, self._lines, entry.time, benign)
         recognised = False
         if not benign and not process.benign:
-            recognised = self._match(self._own, line, entry.time, process)
+            recognised = self._match(matches, line, entry.time, process)
         if raised and not process.benign:
             self._failed(raised, recognised)
         if line.text.startswith("Gracefully exiting"):
@@ -284,17 +286,11 @@ class TimelineReader:
             if mark.needle in text and mark.pattern.search(text):
                 self._releases = self._releases.narrowed(mark.releases)
 
-    def _match(
-        self, signatures: tuple[Signature, ...], line: Line, time: float, process: ProcessLog | None = None
-    ) -> bool:
+    def _match(self, matches: Matches, line: Line, time: float, process: ProcessLog | None = None) -> bool:
         """Keeps what matches. Whether anything did."""
-        matched = False
-        for signature in signatures:
-            found = signature.search(line.text)
-            if found:
-                matched = True
-                self._keep(self._hit(signature, found, line, time, process))
-        return matched
+        for signature, found in matches:
+            self._keep(self._hit(signature, found, line, time, process))
+        return bool(matches)
 
     def _hit(
         self, signature: Signature, found: re.Match[str], line: Line, time: float, process: ProcessLog | None
