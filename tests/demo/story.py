@@ -6,6 +6,8 @@ it live, a test plays the same; neither adds anything to it.
 """
 
 import dataclasses
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,6 +41,8 @@ EXPECTED = (
     ("gpu_memory_held", "failed"),
     ("kv_cache_oom", "contained"),
 )
+# What each launch ran, as its own command has it.
+EXPECTED_STEPS = (GOOD, BETTER, BETTER, TOO_MANY, TOO_MANY, GOOD)
 
 
 class Line(StrEnum):
@@ -71,19 +75,31 @@ class Ending:
     @property
     def steps(self) -> int:
         """Of the server that runs in the end, from its command."""
-        flags = [word for word in self.argv if word.startswith("--speculative-num-steps")]
-        return int(self.argv[self.argv.index(flags[-1]) + 1]) if flags else 0
+        return steps_of(self.argv)
+
+    @property
+    def launch_steps(self) -> tuple[int, ...]:
+        return tuple(steps_of(launch["argv"]) for launch in self.launches)
 
     def problems(self) -> list[str]:
         """What is not as it ought to be, a sentence each."""
         checks = {
             f"the incidents are {self.classes}, not {EXPECTED}": self.classes != EXPECTED,
+            f"the launches are recorded with steps {self.launch_steps}, not {EXPECTED_STEPS}": (
+                self.launch_steps != EXPECTED_STEPS
+            ),
             f"the unit is {self.state} in the end": self.state != "active/running",
             f"steps {self.steps} run in the end, not {GOOD}": self.steps != GOOD,
             "the server generates no tokens": self.tokens <= 0,
             "a bystander on the cards was ended": not self.bystanders_alive,
         }
         return [problem for problem, wrong in checks.items() if wrong]
+
+
+def steps_of(argv: list[str]) -> int:
+    """The last --speculative-num-steps of a command, which is the one that counts; 0 without."""
+    values = [value for flag, value in itertools.pairwise(argv) if flag == "--speculative-num-steps"]
+    return int(values[-1]) if values else 0
 
 
 @contextmanager
@@ -164,11 +180,12 @@ def _the_old_definition_starts(inference: InferenceHost, say: Say) -> None:
 def _steps_10_are_tried(inference: InferenceHost, say: Say) -> None:
     say(Line.CHAPTER, "Steps 10 for real, beside a process that the last launch left over")
     _type(say, "systemctl daemon-reload; systemctl restart sglang")
+    began = time.time()
     inference.reload()
     inference.restart(wait=False)
-    inference.wait_alert(FAILURE_DEADLINE_S, CLASS="gpu_memory_held")
+    inference.wait_alert(FAILURE_DEADLINE_S, since=began, CLASS="gpu_memory_held")
     say(Line.OPERATOR, "goes to get a coffee, and touches nothing")
-    inference.wait_alert(FAILURE_DEADLINE_S, CLASS="kv_cache_oom")
+    inference.wait_alert(FAILURE_DEADLINE_S, since=began, CLASS="kv_cache_oom")
     _wait_closed(inference, "kv_cache_oom")
     inference.wait_ready()
     say(Line.OPERATOR, f"{inference.tokens(64)} tokens generated")

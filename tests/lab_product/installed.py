@@ -30,6 +30,7 @@ SERVICE = "sglang-watchdog.service"
 SETTINGS = "/etc/sglang-watchdog/config.toml"
 STATE = "/var/lib/sglang-watchdog"
 COMMAND = Path(sys.prefix) / "bin/sglang-watchdog"
+INSTALLED = "/usr/bin/sglang-watchdog"
 PYTHON = Path(sys.executable)
 CARDS = Path("/run/sim-nvml")
 CONTROL = Path("/run/sim-sglang.control")
@@ -262,7 +263,7 @@ class InferenceHost:
         return self.host.run("journalctl", "--unit", SERVICE, "--output=cat", f"--lines={lines}").stdout
 
     def _asked(self, *words: str) -> Any:
-        return json.loads(self.host.run(COMMAND, *words).stdout)
+        return json.loads(self.host.run(INSTALLED, *words).stdout)
 
 
 @dataclass(frozen=True)
@@ -323,14 +324,15 @@ def _remove(host: LabHost, sglang: SglangUnit) -> None:
 
 @contextmanager
 def _watchdog(inference: InferenceHost, settings: Mapping[str, object]) -> Iterator[None]:
-    """The shipped service, with the command of this checkout and the library of the simulated cards."""
+    """The shipped services as they are, with the command of this checkout and the library of the simulated cards."""
     host = inference.host
-    for unit in sorted(SHIPPED.glob("sglang-watchdog*")):
+    for unit in sorted(SHIPPED.glob("sglang-watchdog*.service")):
         host.copy_in(unit, f"/etc/systemd/system/{unit.name}")
+    host.run("ln", "--symbolic", "--force", "--no-dereference", COMMAND, INSTALLED)
     variables = f"LD_LIBRARY_PATH={sim_nvml.build.library()} SIM_NVML_DIR={CARDS}"
     # The simulated driver writes down when it first saw a process gone; every reader shares that.
-    lines = ("[Service]", "ExecStart=", f"ExecStart={COMMAND} run", f"Environment={variables}")
-    host.write(f"/etc/systemd/system/{SERVICE}.d/lab.conf", "\n".join([*lines, f"ReadWritePaths={CARDS}", ""]))
+    drop_in = f"[Service]\nEnvironment={variables}\nReadWritePaths={CARDS}\n"
+    host.write(f"/etc/systemd/system/{SERVICE}.d/lab.conf", drop_in)
     host.write(SETTINGS, settings_text(inference.unit, inference.metrics_port, settings))
     host.systemctl("daemon-reload")
     host.systemctl("start", SERVICE)
