@@ -55,7 +55,7 @@ def test_weights_that_exceed_the_budget_alone_are_not_blamed_on_speculation() ->
     answer = launch(steps=3, fraction=0.2).raises(NO_POOL).ended().diagnosis()
     assert answer.failure is Class.KV_CACHE_OOM
     assert answer.rollback_helps is False
-    assert "exceed --mem-fraction-static=0.2 by 11.4 GiB" in answer.summary
+    assert "use up --mem-fraction-static=0.2 and exceed it by 11.4 GiB" in answer.summary
     assert "0.323" in " ".join(answer.advice)
 
 

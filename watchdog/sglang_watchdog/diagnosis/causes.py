@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.effective import releases_of
 from sglang_watchdog.diagnosis.manager import Said, Word
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
@@ -120,7 +121,7 @@ def _went_on(cause: Cause, timeline: Timeline) -> bool:
 
 def _of_hit(hit: Hit, case: Case) -> Cause | None:
     judged = _judge(hit, case)
-    if judged is None:
+    if judged is None or not hit.signature.releases.overlaps(releases_of(case)):
         return None
     failure, confidence = judged
     return Cause(

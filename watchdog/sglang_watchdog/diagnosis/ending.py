@@ -128,11 +128,13 @@ def _stop_timeout(ending: Ending, timed_out: Said, confidence: float) -> Verdict
     with_requests = f" with {busy} requests still in flight" if busy else ""
     killing = ending.timeline.word(Word.KILLING)
     seen = [said for said in (ending.stopping, timed_out, killing) if said]
+    asked = ending.asked_order is not None
+    begin = "A stop was asked for" if asked else "systemd was stopping it (the request is not in this log)"
     return Verdict(
         Class.STOP_TIMEOUT_SIGKILL,
         confidence,
-        f"A stop was asked for, the server was still shutting down{with_requests}, and systemd ended it with "
-        f"SIGKILL{after}. Nothing was wrong with its configuration.",
+        f"{begin}, the server was still shutting down{with_requests}, and systemd ended it with SIGKILL{after}. "
+        "That says nothing against its configuration.",
         evidence=(*_sigterm(ending), *map(of_said, seen), *_drain_line(ending), *ending.proofs()),
         advice=drain_advice(ending.timeline, ending.unit, ending.releases),
         ruled_out=(

@@ -13,6 +13,12 @@ from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.failure import RuledOut
 from sglang_watchdog.domain.launch import Phase
 
+_NOTHING_GIB = 0.05  # the figures are printed with two digits
+_QUOTED = frozenset(
+    {Class.BAD_ARGUMENTS, Class.MISSING_DEPENDENCY, Class.PORT_IN_USE, Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR}
+    | {Class.NCCL_ERROR, Class.SHM_OR_DISK_FULL, Class.HOST_MEMORY_SHORTAGE}
+)
+_LONGEST_QUOTE = 160
 _GPU_ONLY = RuledOut(Class.HOST_OOM_KILL, "GPU memory ran out; the kernel's OOM killer has no part in that")
 _OWN_KILL = RuledOut(Class.EXTERNAL_KILL, "SGLang ended its own processes after the failure: 9/KILL is its own doing")
 
@@ -133,14 +139,15 @@ def _unsizable(case: Case, cause: Cause, speculation: Speculation) -> Verdict:
 
 
 def _figures(case: Case, cause: Cause, budget: Budget, speculation: Speculation) -> tuple[str, ...]:
-    if budget.rest <= 0:
+    if budget.rest <= _NOTHING_GIB:
+        short = f" by {-budget.rest:.1f} GiB" if budget.rest <= -_NOTHING_GIB else ""
         return (
-            f"The weights alone exceed --mem-fraction-static={budget.fraction:g} by {-budget.rest:.1f} GiB "
+            f"The weights alone use up --mem-fraction-static={budget.fraction:g}{short and ' and exceed it'}{short} "
             f"({budget.available:.1f} of {budget.before:.1f} GiB were free after them).",
         )
     per_slot, requests = _per_slot(cause), _requests(case)
     if not speculation.draft_tokens or not requests:
-        return (f"The weights left {budget.rest:.1f} GiB of the budget; the model's state caches took that.",)
+        return (f"The weights left {budget.rest:.1f} GiB of the budget, and that was not enough.",)
     states = (
         f"The weights left {budget.rest:.1f} GiB of the budget, but the state caches for {requests} running requests "
         f"with {speculation.draft_tokens} draft tokens each ({speculation.describe()}) need more"
@@ -181,6 +188,9 @@ def _kv_advice(cause: Cause, budget: Budget | None, speculation: Speculation) ->
             f"SGLang's own advice does not help: --mem-fraction-static is {cause.hit.groups['fraction']} already, and "
             f"it asks for no more than {cause.hit.groups['viable']}, which leaves out what the state caches need."
         )
+    elif cause.hit and "viable" in cause.hit.groups:
+        groups = cause.hit.groups
+        advice.append(f"--mem-fraction-static is {groups['fraction']} and must be above {groups['viable']}.")
     elif budget and budget.rest <= 0:
         advice.append(f"--mem-fraction-static must be above {budget.smallest_fraction:.3f} for the weights alone.")
     if speculation.on:
@@ -289,14 +299,26 @@ _SENTENCES: dict[Class, tuple[str, str]] = {
 }
 
 
+_DRAFT_WEIGHTS = (
+    "GPU memory ran out while the draft model's weights were loaded: the target and its pools had taken too much.",
+    "Lower --mem-fraction-static, or go without a draft model: not all releases count its weights in the fraction.",
+)
+
+
 def _plain(cause: Cause) -> Verdict:
     sentence, advice = _SENTENCES[cause.failure]
-    where = " It happened in the code of speculative decoding." if cause.in_speculation else ""
+    if cause.failure is Class.WEIGHTS_OOM and cause.worker is Worker.DRAFT:
+        sentence, advice = _DRAFT_WEIGHTS
+    elif cause.in_speculation:
+        sentence += " It happened in the code of speculative decoding."
+    if cause.failure in _QUOTED:
+        quote = cause.text if len(cause.text) <= _LONGEST_QUOTE else f"{cause.text[:_LONGEST_QUOTE]}…"
+        sentence += f' The log says: "{quote.strip()}".'
     ruled_out = (_OWN_KILL,) if cause.source is Source.SGLANG else ()
     return Verdict(
         cause.failure,
         cause.confidence,
-        f"{sentence}{where}",
+        sentence,
         evidence=(of_cause(cause),),
         advice=(advice,),
         ruled_out=ruled_out + _not_memory(cause),

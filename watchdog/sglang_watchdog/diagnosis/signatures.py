@@ -126,7 +126,6 @@ class Signature:
     releases: ReleaseRange
     samples: tuple[str, ...]
     others: tuple[str, ...]
-    fatal: bool = True  # False: the server may go on after such a line
 
     def search(self, text: str) -> re.Match[str] | None:
         if not any(needle in text for needle in self.needles):
@@ -200,7 +199,6 @@ def _signature(row: Mapping[str, object]) -> Signature:
         releases=_releases(row),
         samples=tuple(_strings(row, "samples")),
         others=tuple(_strings(row, "others")),
-        fatal=bool(row.get("fatal", True)),
     )
 
 

@@ -5,7 +5,6 @@ Lines that a serving launch repeats are told apart by how they begin, before any
 """
 
 import re
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +25,6 @@ _MOST_RAISED = 24
 _LONG_AGO = 300.0  # seconds after which a line gives way to newer ones of its kind
 _MOST_SAID = 64
 _MOST_PROCESSES = 512
-_CONTEXT = 3
 _MOST_TEXT = 2000
 Matches = list[tuple[Signature, re.Match[str]]]
 
@@ -44,7 +42,6 @@ class Hit:
     rank: str = ""
     frames: tuple[str, ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
-    context: tuple[str, ...] = ()  # the lines before it
 
     @property
     def means(self) -> Meaning:
@@ -150,7 +147,6 @@ class TimelineReader:
         self._failures: list[Failure] = []
         self._said: list[Said] = []
         self._processes: dict[int | None, ProcessLog] = {}
-        self._recent: deque[str] = deque(maxlen=_CONTEXT)
         self._drains: list[tuple[float, int]] = []
         self._decoded = self._decoded_at_stop = self._verified = ("", 0.0)
         self._alive_by_rank: dict[str, float] = {}
@@ -273,8 +269,6 @@ class TimelineReader:
             self._failed(raised, recognised)
         if line.text.startswith("Gracefully exiting"):
             self._drained(line.text, entry.time)
-        if line.text.strip():
-            self._recent.append(line.text)
 
     def _process(self, pid: int | None) -> ProcessLog:
         if pid not in self._processes and len(self._processes) >= _MOST_PROCESSES:
@@ -307,7 +301,6 @@ class TimelineReader:
             rank=rank,
             frames=tuple(process.frames) if process else (),
             groups={name: value for name, value in found.groupdict().items() if value is not None},
-            context=tuple(self._recent),
         )
 
     def _keep(self, hit: Hit) -> None:
