@@ -4,6 +4,7 @@ Verdicts and the plan are pure (`recovery.ownership`, `recovery.freeing`); this 
 """
 
 import signal
+import time
 from dataclasses import replace
 
 import structlog
@@ -24,6 +25,8 @@ _POLL_S = 0.05
 _GIB = 2**30
 # How many launches back a left-over may be from. More are read only to find none.
 _LAUNCHES = 50
+# After that a listed pid that is not there is somebody's of another PID namespace, who has the number by chance.
+_RELEASES_WITHIN_S = 60.0
 Verdicts = dict[int, Ownership]
 log = structlog.get_logger()
 
@@ -69,7 +72,7 @@ class Cards:
         if not isinstance(answer, GpuReading):
             return False
         verdicts = await self.verdicts(answer, snapshot)
-        return any(o.owner is Owner.OURS and o.process and _lives(o.process) for o in verdicts.values())
+        return any(o.owner is Owner.OURS and o.process and processes.lives(o.process) for o in verdicts.values())
 
     async def free(self, baseline: GpuReading | None, *, patience: Patience | None = None) -> str:
         """Ends what is proven ours and waits until NVML has the bytes back. Returns one sentence: what was ended, what
@@ -103,7 +106,7 @@ class Cards:
             answer = await self.read()
             # Those that ended may still be listed while the driver releases: the verdicts on them stay.
             clean = is_clean(answer, verdicts, baseline)
-            ended = not any(_lives(ending.process) for ending in plan.end)
+            ended = not any(processes.lives(ending.process) for ending in plan.end)
             following = next_stage(stage, clock.monotonic() - entered, patience, ended=ended, clean=clean)
             if following is not stage:
                 stage, entered = following, clock.monotonic()
@@ -160,16 +163,12 @@ def _dying(pid: int, launches: tuple[Launch, ...]) -> Ownership | None:
     it for pinned host memory (4.4 s were seen on an H200)."""
     if processes.start_ticks(pid) is not None:
         return None
-    recorded = (process.id for launch in launches if launch.ended for process in launch.processes)
+    lately = (launch for launch in launches if launch.ended and time.time() - launch.ended < _RELEASES_WITHIN_S)
+    recorded = (process.id for launch in lately for process in launch.processes)
     process = next((process for process in recorded if process.pid == pid), None)
     if process is None:
         return None
     return Ownership(Owner.OURS, "it has ended, and the driver is releasing it", process, Proof.RECORDED_PROCESS)
-
-
-def _lives(process: ProcessId) -> bool:
-    facts = processes.facts(process.pid)
-    return facts is not None and facts.id == process and not facts.zombie
 
 
 def _without(reading: GpuReading, own: set[int]) -> GpuReading:

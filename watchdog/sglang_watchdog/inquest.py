@@ -85,7 +85,7 @@ class Inquest:
                 loaded=launch.definition,
                 on_disk=unit_files.definition_on_disk(snapshot),
                 disk_changed=_disk_changed(snapshot),
-                intended=unit_files.intended_config(snapshot, self.managed),
+                intended=None if self._obstacle(snapshot) else unit_files.intended_config(snapshot, self.managed),
                 known_good=known_good[0].config if known_good else None,
                 has_ledger=True,
                 managed=self.managed,

@@ -58,8 +58,11 @@ class LaunchWatch:
 
     @property
     def config(self) -> SpeculationConfig:
-        """The speculation config that really ran, from the argv of the main process."""
-        return SpeculationConfig.of(self.raw_argv, self._managed)
+        """The speculation config that really ran: from the argv of the main process, or, where that is a wrapper whose
+        flags cannot be seen, from what SGLang printed of its settings."""
+        if any("sglang" in word for word in self.raw_argv):
+            return SpeculationConfig.of(self.raw_argv, self._managed)
+        return SpeculationConfig.of_settings(self._reader.server_args)
 
     @property
     def several_nodes(self) -> bool:

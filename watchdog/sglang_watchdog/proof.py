@@ -50,8 +50,7 @@ class Proof:
             return False
         if await self._server.health(PROBE_DEADLINE_S) is not HealthState.UP:
             return False
-        generated = await self._server.generate(PROBE_DEADLINE_S)
-        return generated is not None and generated.tokens > 0
+        return (await self._server.generate(PROBE_DEADLINE_S)).tokens > 0
 
     def served(self, now: float) -> None:
         self.standing = Standing.SERVING

@@ -125,6 +125,9 @@ class UnitWatcher:
     async def _look(self) -> None:
         snapshot = self.snapshot = self._parts.systemd.snapshot(self.unit)
         self._parts.metrics.saw_state(self.unit, snapshot.active_state)
+        if withdrawn := self._overriding.yield_to_operator(snapshot):
+            log.info("override withdrawn", unit=self.unit, why=withdrawn)
+            alerts.send(alerts.yielded(self.unit, withdrawn))
         launch = self.launch
         if launch is not None and launch.ended is None and launch.invocation != snapshot.invocation:
             await self._ended(launch, snapshot)  # the bus shows the newest launch only

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from sglang_watchdog.domain.failure import FailureClass
 from sglang_watchdog.domain.incident import Incident
@@ -35,9 +34,13 @@ def history(
     if as_json:
         print(json.dumps({"launches": [_launch(row) for row in launches], "incidents": [*map(_incident, incidents)]}))
         return
-    console = Console()
-    console.print(_launch_table(launches))
-    console.print(_incident_table(incidents))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("Launches", style="bold")
+    for launch, failure in launches:
+        console.print(_launch_line(launch, failure), markup=False)
+    console.print("\nIncidents", style="bold")
+    for incident in incidents:
+        console.print(_incident_lines(incident), markup=False)
 
 
 def _launch(row: Ended) -> dict[str, object]:
@@ -76,22 +79,15 @@ def _incident(incident: Incident) -> dict[str, object]:
     }
 
 
-def _launch_table(launches: list[Ended]) -> Table:
-    table = Table("started", "unit", "ran", "came to", "ended", "class", title="Launches", title_justify="left")
-    for launch, failure in launches:
-        config = SpeculationConfig.of(launch.argv).describe()
-        table.add_row(
-            *(_when(launch.started), launch.unit, config, launch.phase, _when(launch.ended), failure or "running")
-        )
-    return table
+def _launch_line(launch: Launch, failure: FailureClass | None) -> str:
+    config = SpeculationConfig.of(launch.argv).describe()
+    end = f"ended {_when(launch.ended)}, {failure or 'by the watchdog'}" if launch.ended else "runs"
+    return f"  {_when(launch.started)}  {launch.unit}  {config}, came to {launch.phase}, {end}"
 
 
-def _incident_table(incidents: list[Incident]) -> Table:
-    table = Table("opened", "unit", "class", "what happened", "outcome", title="Incidents", title_justify="left")
-    for incident in incidents:
-        outcome = f"{incident.outcome}: {incident.reason}" if incident.reason else incident.outcome
-        table.add_row(_when(incident.opened), incident.unit, incident.failure, incident.summary, outcome)
-    return table
+def _incident_lines(incident: Incident) -> str:
+    head = f"  {_when(incident.opened)}  {incident.unit}  {incident.failure}  {incident.id}"
+    return f"{head}\n      {incident.summary}\n      {incident.outcome}: {incident.reason}"
 
 
 def _when(time: float | None) -> str:

@@ -4,7 +4,7 @@
 (`_handle_speculative_decoding`), so a draft-token count that says so is no difference between two configs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 SPECULATIVE_PREFIX = "--speculative-"
@@ -60,6 +60,17 @@ class SpeculationConfig:
             if is_managed(name, managed)
         }
         return cls(tuple(sorted(chosen.items())))
+
+    @classmethod
+    def of_settings(cls, server_args: Mapping[str, object]) -> "SpeculationConfig":
+        """From SGLang's effective settings, by the three that decide; the managed flags beside them are not told from
+        defaults there."""
+        if not server_args.get("speculative_algorithm"):
+            return cls()
+        names = ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens")
+        values = {name: server_args.get(f"speculative_{name}") for name in names}
+        given = ((f"--speculative-{name.replace('_', '-')}", (str(v),)) for name, v in values.items() if v is not None)
+        return cls(tuple(sorted(given)))
 
     @property
     def steps(self) -> int | None:

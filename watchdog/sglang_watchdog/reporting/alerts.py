@@ -26,6 +26,7 @@ class AlertId(StrEnum):
     DEGRADED_START = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c06"
     KNOWN_GOOD = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c07"
     BLIND = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c08"
+    YIELDED = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c09"
 
 
 class Priority(IntEnum):
@@ -112,6 +113,11 @@ def degraded(unit: str, invocation: str, message: str) -> Alert:
 
 def known_good(unit: str, invocation: str, message: str) -> Alert:
     return Alert(AlertId.KNOWN_GOOD, Priority.INFO, unit, f"{unit}: {message}", details=(("INVOCATION", invocation),))
+
+
+def yielded(unit: str, message: str) -> Alert:
+    """The operator changed something that the watchdog had put in force, and wins."""
+    return Alert(AlertId.YIELDED, Priority.NOTICE, unit, f"{unit}: {message}", action="withdraw")
 
 
 def blind(what: str) -> Alert:

@@ -1,0 +1,41 @@
+"""An inference host for each test: the machine is the shared lab host, the unit and the watchdog are the test's own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+
+from lab.host import LabHost
+from lab_product.installed import STATE, InferenceHost, inference_host
+from lab_product.sglang_unit import OVERRIDES
+
+Inference = Callable[..., AbstractContextManager[InferenceHost]]
+GIB = 2**30
+
+
+@pytest.fixture
+def inference(lab: LabHost) -> Iterator[Inference]:
+    """`inference(settings=…, steps=…)`: as `inference_host`. What one test's watchdog learned is not the next one's."""
+    yield lambda **options: inference_host(lab, **options)
+    lab.systemctl("stop", "sglang-watchdog.service", "sglang.service", check=False)
+    lab.run("sh", "-c", "journalctl --rotate; journalctl --vacuum-time=1ms")
+    lab.run("sh", "-c", f"rm -rf {STATE}/* {OVERRIDES} /etc/systemd/system/sglang.service* /run/sim-sglang.control")
+
+
+def proven(host: InferenceHost) -> None:
+    """Starts the unit and waits until its config is known-good."""
+    host.start()
+    host.wait_known_good()
+
+
+def deploy(host: InferenceHost, steps: int) -> None:
+    """What an operator does to try another number of steps."""
+    host.change(steps=steps)
+    host.reload()
+    host.restart(wait=False)
+
+
+def override(host: InferenceHost) -> str:
+    """What the watchdog has put in force; empty where nothing is."""
+    files = f"{OVERRIDES}/{host.unit}.env {host.sglang.file_path}.d/90-sglang-watchdog.conf"
+    return host.host.run("sh", "-c", f"cat {files} 2>/dev/null", check=False).stdout
