@@ -25,7 +25,7 @@ GOOD, BETTER, TOO_MANY = 4, 5, 10
 REQUESTS, TOKENS_EACH = 16, 15_000
 TIMEOUT_STOP_S = 4.0
 # Longer than the operator ever lets steps 5 run, so that steps 4 is what there is to go back to.
-SOAK_S = 8.0
+SOAK_S = 10.0
 BYSTANDER_BYTES = 64 * MIB
 SECRET = "sk-night-shift-5f1d0c7e2b9a"
 FAILURE_DEADLINE_S = 60.0
@@ -132,10 +132,7 @@ def play(inference: InferenceHost, say: Say) -> Ending:
         _steps_4_become_known_good(inference, say)
         _steps_5_are_deployed(inference, say)
         _a_stop_is_cut_off(inference, say)
-        _the_old_definition_starts(inference, say)
-        # A stranger that carries the unit's id in its environment, as what was started from its shell does.
-        heir = inference.bystander(3, BYSTANDER_BYTES, INVOCATION_ID=inference.invocation())
-        bystanders.append(stack.enter_context(heir))
+        bystanders.append(stack.enter_context(_the_old_definition_starts(inference, say)))
         _steps_10_are_tried(inference, say)
         return _ending(inference, bystanders)
 
@@ -169,12 +166,18 @@ def _a_stop_is_cut_off(inference: InferenceHost, say: Say) -> None:
     _wait_closed(inference, "stop_timeout_sigkill")
 
 
-def _the_old_definition_starts(inference: InferenceHost, say: Say) -> None:
+@contextmanager
+def _the_old_definition_starts(inference: InferenceHost, say: Say) -> Iterator[Bystander]:
+    """Beside it a stranger starts that carries the launch's id in its environment, as what is started from a shell of
+    the unit does."""
     say(Line.CHAPTER, "The start that seems to serve with steps 10")
     _type(say, "systemctl start sglang")
-    inference.start()
-    say(Line.OPERATOR, f'{inference.tokens(64)} tokens generated: "steps {TOO_MANY} work!"')
-    inference.wait_alert(CLASS="stale_unit_file")
+    inference.start(wait=False)
+    with inference.bystander(3, BYSTANDER_BYTES, INVOCATION_ID=inference.invocation()) as heir:
+        inference.wait_ready()
+        say(Line.OPERATOR, f'{inference.tokens(64)} tokens generated: "steps {TOO_MANY} work!"')
+        inference.wait_alert(CLASS="stale_unit_file")
+        yield heir
 
 
 def _steps_10_are_tried(inference: InferenceHost, say: Say) -> None:
