@@ -137,7 +137,7 @@ class TestBudget:
     BUDGET = Budget(rollbacks=2, window=3600, per_day=3, cool_down=30)
 
     def rollbacks(self, *ages: float) -> tuple[Incident, ...]:
-        return tuple(past(opened=NOW - age, target=config(4)) for age in ages)
+        return tuple(past(opened=NOW - age, target=config(4), steps=(Step.START,)) for age in ages)
 
     @pytest.mark.parametrize(
         ("ages", "held"),
@@ -150,10 +150,16 @@ class TestBudget:
             ((3700, 7200, 10000), True),  # the day is used up
         ],
     )
-    def test_rollbacks_are_limited_by_cool_down_window_and_day(self, ages: tuple[float, ...], held: bool) -> None:
+    def test_recoveries_are_limited_by_cool_down_window_and_day(self, ages: tuple[float, ...], held: bool) -> None:
         facts = replace(FACTS, budget=self.BUDGET, history=self.rollbacks(*ages))
         assert decide(self.VERDICT, facts).hold is held
 
-    def test_an_incident_without_rollback_costs_nothing(self) -> None:
+    def test_freeing_again_and_again_is_limited_as_well(self) -> None:
+        held = diagnosis(FailureClass.GPU_MEMORY_HELD)
+        ages = tuple(past(FailureClass.EXTERNAL_KILL, opened=NOW - age, steps=(Step.START,)) for age in (60, 120))
+        plan = decide(held, replace(FACTS, budget=self.BUDGET, left_overs=True, history=ages))
+        assert plan.hold
+
+    def test_an_incident_without_a_start_costs_nothing(self) -> None:
         facts = replace(FACTS, budget=self.BUDGET, history=(past(opened=NOW - 1), past(opened=NOW - 2)))
         assert decide(self.VERDICT, facts).target == config(4)

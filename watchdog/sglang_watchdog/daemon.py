@@ -13,7 +13,7 @@ import structlog
 
 from sglang_watchdog.control import ControlServer, Json
 from sglang_watchdog.diagnosis.entries import entry_or_none
-from sglang_watchdog.domain.errors import BusError, LedgerError, UnusableInput
+from sglang_watchdog.domain.errors import BusError, BusLost, LedgerError, UnusableInput
 from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading
 from sglang_watchdog.domain.ownership import Owner, Ownership
 from sglang_watchdog.hand_back import hand_back
@@ -113,12 +113,13 @@ class Daemon:
         }
         try:
             async with _reading(feed.fileno(), lambda: self._drain(feed)), asyncio.TaskGroup() as group:
+                self._drain(feed)  # what came while it was opened is queued already, and announces itself no more
                 tasks = [group.create_task(watcher.run()) for watcher in self._watchers.values()]
                 pystemd.daemon.notify(False, ready=1, status=f"watching {len(tasks)} units")
                 await _first_of(stop, self._bus_lost)
                 for task in tasks:
                     task.cancel()
-        except* BusError as group_error:
+        except* BusLost as group_error:
             await self._bus_away(group_error.exceptions[0], stop)
         finally:
             feed.close()

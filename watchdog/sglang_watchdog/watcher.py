@@ -6,13 +6,13 @@ not polled.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
 from sglang_watchdog.cards import Cards
-from sglang_watchdog.domain.errors import WatchdogError
-from sglang_watchdog.domain.failure import FailureClass
+from sglang_watchdog.domain.errors import BusLost, LedgerError, WatchdogError
+from sglang_watchdog.domain.failure import Diagnosis, FailureClass
 from sglang_watchdog.domain.gpu import GpuReading
 from sglang_watchdog.domain.incident import Incident, Outcome, Step
 from sglang_watchdog.domain.known_good import KnownGood
@@ -28,6 +28,7 @@ from sglang_watchdog.parts import Parts
 from sglang_watchdog.proof import Proof
 from sglang_watchdog.recovery.executor import Executor, OwnJobs, StepFailed, Task, Yielded
 from sglang_watchdog.reporting import alerts
+from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
 
 # How often a turn is taken while something is awaited (seconds).
@@ -37,6 +38,7 @@ _SERVING_S = 10.0
 _IDLE_S = 15.0
 # Fewer tokens than this share of what the config had when it was proven is a degraded start.
 _DEGRADED_BELOW = 0.95
+_ASKED_FOR = frozenset({FailureClass.REQUESTED_STOP, FailureClass.STOP_TIMEOUT_SIGKILL})
 log = structlog.get_logger()
 
 
@@ -69,17 +71,20 @@ class UnitWatcher:
         self._awake.set()
 
     async def run(self) -> None:
-        self._parts.systemd.ref(self.unit)
-        await self.cards.read()  # which cards and driver there are is part of what a proof holds for
-        await self._resume()
-        await self._look()
+        await self._turn(self._take_up)
         while True:
             self._turn_done()
             if await self._woken() or self._waits_for_something():
                 self._awake.clear()
-                await self._look()
+                await self._turn(self._look)
             if not self._needs_cards():
                 await self._parts.probe.close()
+
+    async def _take_up(self) -> None:
+        self._parts.systemd.ref(self.unit)
+        await self.cards.read()  # which cards and driver there are is part of what a proof holds for
+        await self._resume()
+        await self._look()
 
     async def _resume(self) -> None:
         """Takes up what an earlier daemon left open: it finishes a recovery that it had begun, and drops one that it
@@ -121,6 +126,16 @@ class UnitWatcher:
         return _SERVING_S if self._proof.settled else _PROVING_S
 
     # One turn
+
+    async def _turn(self, work: Callable[[], Awaitable[None]]) -> None:
+        """A turn that fails costs nothing but itself, and the next one looks again. A lost bus is the daemon's to mend,
+        and what is no error of the outside world is a defect, which ends the daemon."""
+        try:
+            await work()
+        except BusLost:
+            raise
+        except WatchdogError as error:
+            log.error("a turn failed", unit=self.unit, error=str(error))
 
     async def _look(self) -> None:
         snapshot = self.snapshot = self._parts.systemd.snapshot(self.unit)
@@ -266,10 +281,10 @@ class UnitWatcher:
             return
         diagnosis = self._inquest.diagnose(launch, snapshot)
         self._parts.metrics.failures.labels(self.unit, diagnosis.failure).inc()
-        self._verification_over(Outcome.FAILED, f"the launch ended again: {diagnosis.failure}.")
-        self._parts.ledger.save_launch(launch.record(), diagnosis.failure)
-        incident = self._inquest.open_incident(launch, diagnosis)
-        alerts.send(alerts.launch_ended(self.unit, launch.invocation, diagnosis, incident.id))
+        incident = self._recorded(launch, diagnosis)
+        alerts.send(alerts.launch_ended(self.unit, launch.invocation, diagnosis, incident.id if incident else ""))
+        if incident is None:
+            return
         log.info("launch ended", unit=self.unit, invocation=launch.invocation, failure=str(diagnosis.failure))
         self._inquest.learn(launch, diagnosis)
         plan = await self._inquest.plan(launch, snapshot, diagnosis, incident)
@@ -278,6 +293,22 @@ class UnitWatcher:
             self._close(incident, Outcome.REPORTED, plan.reason)
             return
         await self._recover(incident, launch.config, launch.gpu_before)
+
+    def _recorded(self, launch: LaunchWatch, diagnosis: Diagnosis) -> Incident | None:
+        """The incident of an end, in the ledger; None where that cannot be written, and then nothing is done."""
+        try:
+            if diagnosis.failure in _ASKED_FOR:
+                self._verification_over(Outcome.YIELDED, f"the operator stopped it: {diagnosis.failure}.")
+            else:
+                self._verification_over(Outcome.FAILED, f"the launch ended again: {diagnosis.failure}.")
+            self._parts.ledger.save_launch(launch.record(), diagnosis.failure)
+            incident = self._inquest.open_incident(launch, diagnosis)
+        except LedgerError as error:
+            log.error("observing only", unit=self.unit, error=str(error))
+            self._parts.metrics.sees(Sense.LEDGER, well=False)
+            return None
+        self._parts.metrics.sees(Sense.LEDGER, well=self._parts.may_act)
+        return incident
 
     async def _recover(self, incident: Incident, failed: SpeculationConfig, baseline: GpuReading | None) -> None:
         alerts.send(alerts.action(incident, "plan", incident.reason))

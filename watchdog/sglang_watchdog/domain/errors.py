@@ -17,6 +17,10 @@ class BusError(WatchdogError):
         self.name = name
 
 
+class BusLost(BusError):
+    """The connection to systemd is gone: what is to be asked again is asked over a new one."""
+
+
 class JobRefused(BusError):
     """systemd refused a job because another one is queued (mode `fail`): the operator wins, we yield."""
 

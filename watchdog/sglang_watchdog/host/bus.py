@@ -7,16 +7,17 @@ calls: a reply would leave signals in sd-bus's queue, where no readable file des
 """
 
 import contextlib
+import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from pystemd.dbusexc import DBusBaseError
-from pystemd.dbuslib import DBus, apply_signature, path_decode
+from pystemd.dbuslib import DBus, apply_signature, path_decode, path_encode
 
-from sglang_watchdog.domain.errors import BusError, JobRefused
+from sglang_watchdog.domain.errors import BusError, BusLost, JobRefused
 from sglang_watchdog.domain.unit import ActiveState, ExitCode, ServiceResult, UnitSnapshot
 
 CALL_TIMEOUT_S = 5
@@ -31,6 +32,8 @@ _SERVICE = b"org.freedesktop.systemd1.Service"
 _PROPERTIES = b"org.freedesktop.DBus.Properties"
 _UNIT_PREFIX = b"/org/freedesktop/systemd1/unit"
 _INFINITY = 2**64 - 1
+# What sd-bus answers where the connection is gone or systemd did not answer in time.
+_CONNECTION_LOST = frozenset({errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT, errno.ESTALE})
 
 Properties = Mapping[bytes, Any]
 
@@ -136,7 +139,7 @@ class Systemd:
 
     def _call(self, path: bytes, interface: bytes, method: bytes, signature: bytes, *args: object) -> Any:
         if self._bus is None:
-            raise BusError("the system bus is not connected")
+            raise BusLost("the system bus is not connected")
         words = [word.encode() if isinstance(word, str) else word for word in args]
         try:
             return self._bus.call_method(_SYSTEMD, path, interface, method, apply_signature(signature, words)).body
@@ -153,12 +156,16 @@ class SignalFeed:
 
     def open(self) -> None:
         bus = _opened()
-        for unit in self._units:
-            path = bus.call_method(_SYSTEMD, _ROOT, _MANAGER, b"LoadUnit", apply_signature(b"s", [unit.encode()])).body
-            bus.match_signal(_SYSTEMD, path, _PROPERTIES, b"PropertiesChanged", _on_signal)
-        for member in (b"JobNew", b"JobRemoved", b"Reloading"):
-            bus.match_signal(_SYSTEMD, _ROOT, _MANAGER, member, _on_signal)
-        bus.call_method(_SYSTEMD, _ROOT, _MANAGER, b"Subscribe", [])
+        try:
+            for unit in self._units:
+                path = path_encode(_UNIT_PREFIX, unit.encode())
+                bus.match_signal(_SYSTEMD, path, _PROPERTIES, b"PropertiesChanged", _on_signal)
+            for member in (b"JobNew", b"JobRemoved", b"Reloading"):
+                bus.match_signal(_SYSTEMD, _ROOT, _MANAGER, member, _on_signal)
+            bus.call_method(_SYSTEMD, _ROOT, _MANAGER, b"Subscribe", [])
+        except DBusBaseError as error:
+            bus.close()
+            raise _translated(error, "subscribing to signals") from error
         self._bus = bus
 
     def close(self) -> None:
@@ -168,13 +175,13 @@ class SignalFeed:
 
     def fileno(self) -> int:
         if self._bus is None:
-            raise BusError("the system bus is not connected")
+            raise BusLost("the system bus is not connected")
         return int(self._bus.get_fd())
 
     def drain(self) -> list[Hint]:
         """Handles every queued message (process() takes one at a time). Raises `BusError` once the bus is gone."""
         if self._bus is None:
-            raise BusError("the system bus is not connected")
+            raise BusLost("the system bus is not connected")
         with _collected() as hints:
             try:
                 while not self._bus.process().is_empty():
@@ -224,16 +231,17 @@ def _opened() -> DBus:
     try:
         bus.open()
     except DBusBaseError as error:
-        raise BusError("the system bus cannot be reached: is systemd PID 1 here, and dbus running?") from error
+        raise BusLost("the system bus cannot be reached: is systemd PID 1 here, and dbus running?") from error
     return bus
 
 
 def _translated(error: DBusBaseError, what: str) -> BusError:
     # pystemd knows some errors by class and passes the others on by their D-Bus name.
     name = _plain(error.err_name) or type(error).__name__
-    text = _plain(error.err_message)
-    kind: Callable[..., BusError] = JobRefused if name.endswith(".TransactionIsDestructive") else BusError
-    return kind(f"systemd: {what}: {text or os.strerror(abs(error.errno))}", name)
+    text = f"systemd: {what}: {_plain(error.err_message) or os.strerror(abs(error.errno))}"
+    if name.endswith(".TransactionIsDestructive"):
+        return JobRefused(text, name)
+    return BusLost(text, name) if abs(error.errno) in _CONNECTION_LOST else BusError(text, name)
 
 
 def _plain(word: bytes | str) -> str:

@@ -31,7 +31,7 @@ PROVES_A_CEILING = frozenset({FailureClass.KV_CACHE_OOM, FailureClass.CUDA_GRAPH
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How often the watchdog may change a unit's config. Seconds."""
+    """How often the watchdog may start a unit again, with another config or the same one. Seconds."""
 
     rollbacks: int
     window: float
@@ -108,6 +108,8 @@ def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
     if not facts.left_overs and not _freed_before(facts):
         return Plan("The memory is held by processes that are not proven to be this unit's: a human has to decide.")
     if not _freed_before(facts):
+        if spent := _spent(facts):
+            return _held(spent)
         steps = (Step.HOLD, Step.FREE, Step.START, Step.VERIFY)
         return Plan("The cards were not clean: free them and try the same config once more.", steps)
     if diagnosis.rollback_helps:
@@ -164,13 +166,13 @@ def _may_try(config: SpeculationConfig, facts: Facts) -> bool:
 
 
 def _spent(facts: Facts) -> str:
-    done = [incident.opened for incident in facts.history if incident.target is not None]
+    done = [incident.opened for incident in facts.history if Step.START in incident.steps]
     if _since(done, facts.now - facts.budget.window) >= facts.budget.rollbacks:
-        return f"{facts.budget.rollbacks} rollbacks in {facts.budget.window / 60:.0f} minutes are used up"
+        return f"{facts.budget.rollbacks} recoveries in {facts.budget.window / 60:.0f} minutes are used up"
     if _since(done, facts.now - DAY_S) >= facts.budget.per_day:
-        return f"{facts.budget.per_day} rollbacks in one day are used up"
+        return f"{facts.budget.per_day} recoveries in one day are used up"
     if _since(done, facts.now - facts.budget.cool_down):
-        return f"the last rollback is less than {facts.budget.cool_down:.0f} s ago"
+        return f"the last recovery is less than {facts.budget.cool_down:.0f} s ago"
     return ""
 
 
