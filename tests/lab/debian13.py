@@ -8,6 +8,7 @@ Run as `python -m lab.debian13` to have it made ahead of the tests.
 import fcntl
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -68,16 +69,16 @@ def _make(folder: Path) -> None:
 def debian_mirror() -> str:
     """The address of the Debian archive in apt's sources on this machine. Raises LabUnavailable."""
     release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
-    # The plain release, as opposed to its -updates and -security, is in an archive that has other releases too.
-    listing = ["apt-get", "indextargets", "--format", "$(REPO_URI)"]
-    listing += ["Created-By: Packages", "Component: main", f"Release: {release}"]
     try:
-        found = subprocess.run(listing, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+        listing = ["apt-get", "--print-uris", "update"]
+        listed = subprocess.run(listing, check=True, capture_output=True, text=True, timeout=60).stdout
     except (FileNotFoundError, subprocess.SubprocessError) as error:
         raise LabUnavailable(f"cannot make a Debian 13 root: apt's sources cannot be read: {error}") from error
+    # The plain release, as opposed to its -updates and -security: where it is, Debian's other releases are too.
+    found = re.search(rf"^'(\S+)/dists/{re.escape(release)}/InRelease'", listed, re.MULTILINE)
     if not found:
         raise LabUnavailable(f"cannot make a Debian 13 root: no Debian archive of {release!r} in apt's sources")
-    return found[0]
+    return found[1]
 
 
 if __name__ == "__main__":

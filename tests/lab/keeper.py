@@ -102,12 +102,11 @@ def _claimed(folder: Path) -> Iterator[None]:
         folder.mkdir()
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        _unmount(folder)
-        folder.rmdir()
-        os.close(lock)
+    yield
+    # Not if that failed: a folder that stays is how `sweep` finds what is left.
+    _unmount(folder)
+    folder.rmdir()
+    os.close(lock)
 
 
 @contextlib.contextmanager
@@ -125,17 +124,16 @@ def sweep() -> list[str]:
 
 
 def _swept(folder: Path) -> bool:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    else:
-        HostGroups(folder.name).remove()
-        folder.rmdir()  # empty: the mount on it went away with the namespace that it was in
-        return True
-    finally:
-        os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            HostGroups(folder.name).remove()
+            folder.rmdir()  # empty: the mount on it went away with the namespace that it was in
+        except (BlockingIOError, FileNotFoundError):  # its keeper lives, or has just gone in order
+            return False
+    return True
 
 
 def _mount(spec: Spec) -> Path:

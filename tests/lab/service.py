@@ -85,7 +85,7 @@ class Service:
 
     def said(self) -> list[str]:
         """What the unit's own processes printed, in order."""
-        return [entry["MESSAGE"] for entry in self.host.journal(f"_SYSTEMD_UNIT={self.name}")]
+        return [entry["MESSAGE"] for entry in self.host.journal(f"_SYSTEMD_UNIT={self.name}", "_TRANSPORT=stdout")]
 
     def told(self, *match: str) -> list[dict[str, Any]]:
         """PID 1's entries about the unit, in order."""
