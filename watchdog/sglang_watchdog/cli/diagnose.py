@@ -1,4 +1,5 @@
-"""`sglang-watchdog diagnose`: why a launch ended, from files that anybody can hand over. Needs no root, bus or GPU."""
+"""`sglang-watchdog diagnose`: why a launch ended, of a unit of this host or from files that anybody can hand over. With
+files it needs no root, bus or GPU."""
 
 import json
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from sglang_watchdog.cli.live import live_case
 from sglang_watchdog.cli.terminal import print_diagnosis
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.engine import diagnose
@@ -17,6 +19,7 @@ from sglang_watchdog.diagnosis.show import parse_show
 from sglang_watchdog.domain.errors import UnusableInput
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.settings import DEFAULT_PATH, Settings, load
 
 # Longer than any entry that journald writes; a file without line ends must not be read into memory whole.
 _LONGEST_LINE = 8 * 1024 * 1024
@@ -75,15 +78,31 @@ def _unreadable(path: Path, error: OSError) -> UnusableInput:
     return UnusableInput(f"{path} cannot be read: {error.strerror or error}")
 
 
+def diagnose_live(unit: str, invocation: str, config: Path) -> Answer:
+    """The diagnosis of a unit of this host: its newest launch that ended, or the one that `invocation` names."""
+    settings = load(config) if config.exists() else Settings()
+    case = live_case(unit, invocation, settings.state_dir)
+    return Answer(diagnose(case), unit, case.timeline.invocation)
+
+
 def command(
+    unit: Annotated[str | None, typer.Argument(help="A unit of this host; or give files by the options.")] = None,
     journal: Annotated[Path | None, typer.Option(help="What `journalctl -o json --all -u UNIT` printed.")] = None,
     show: Annotated[Path | None, typer.Option(help="What `systemctl show UNIT` printed.")] = None,
     text: Annotated[Path | None, typer.Option(help="A plain log instead of a journal.")] = None,
     invocation: Annotated[str, typer.Option(help="Which launch, by its invocation id.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    config: Annotated[Path, typer.Option(help="The settings file, for a unit of this host.")] = DEFAULT_PATH,
 ) -> None:
-    """Say why a launch ended, from its journal."""
-    answer = diagnose_offline(journal=journal, text=text, show=show, invocation=invocation)
+    """Say why a launch ended: of a unit of this host, or from files that somebody handed over."""
+    if unit and (journal or text or show):
+        raise UnusableInput(
+            f"{unit} and files exclude each other: give the unit on its own host, or the files anywhere"
+        )
+    if unit:
+        answer = diagnose_live(unit, invocation, config)
+    else:
+        answer = diagnose_offline(journal=journal, text=text, show=show, invocation=invocation)
     if as_json:
         typer.echo(json.dumps(answer.diagnosis.to_json(), ensure_ascii=False))
     else:

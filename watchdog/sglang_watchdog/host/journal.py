@@ -31,7 +31,7 @@ class Journal:
     async def pull(self, invocation: str, feed: Feed, *, since: float, cursor: str = "", deadline: float = 30.0) -> str:
         """Feeds what the launch's processes, PID 1 and the kernel said, from `cursor` on (else from `since`, Unix
         seconds); returns the new cursor. A cursor that rotation took away falls back to `since`."""
-        matches = _matches(invocation)
+        matches = matches_of(invocation)
         if cursor:
             try:
                 return await self._run(feed, cursor, [f"--after-cursor={cursor}", *matches], deadline)
@@ -73,7 +73,7 @@ class Journal:
         return cursor
 
 
-def _matches(invocation: str) -> list[str]:
+def matches_of(invocation: str) -> list[str]:
     """Alternatives, joined by `+`: the unit's own entries, PID 1's about it, the kernel's, and systemd-oomd's."""
     return [
         f"_SYSTEMD_INVOCATION_ID={invocation}",
