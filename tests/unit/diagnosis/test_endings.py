@@ -196,3 +196,10 @@ def test_what_a_later_launch_of_the_unit_ended_on_is_not_taken_for_this_one() ->
     other = UnitSnapshot(UNIT, invocation="b" * 32, stop_timeout=5.0)
     answer = stop_that_timed_out().diagnosis(unit=other)
     assert "TimeoutStopSec=5" not in answer.summary
+
+
+def test_an_exception_that_is_the_last_thing_said_ended_a_launch_of_which_systemd_says_nothing() -> None:
+    log = LaunchLog().sglang("Traceback (most recent call last):", "KeyError: 'sweep'", pid=MAIN_PID)
+    answer = log.diagnosis()
+    assert answer.failure is Class.SOFTWARE_EXCEPTION
+    assert "KeyError: 'sweep'" in answer.summary

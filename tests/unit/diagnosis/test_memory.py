@@ -218,3 +218,21 @@ def test_with_a_ledger_a_rollback_needs_another_config_that_is_proven(good: int 
         )
     )
     assert answer.rollback_helps is helps
+
+
+def test_with_a_ledger_a_managed_memory_flag_can_be_what_a_rollback_cures() -> None:
+    managed = frozenset({"--mem-fraction-static"})
+    command = ("python3", "-m", "sglang.launch_server", "--model-path", "/m", "--mem-fraction-static")
+    answer = (
+        launch(steps=None, fraction=0.01)
+        .raises(NO_POOL)
+        .ended()
+        .diagnosis(
+            has_ledger=True,
+            managed=managed,
+            launch=Launch(UNIT, "a" * 32, 0.0, argv=(*command, "0.01")),
+            known_good=SpeculationConfig.of((*command, "0.85"), managed),
+        )
+    )
+    assert answer.failure is Class.KV_CACHE_OOM
+    assert answer.rollback_helps is True

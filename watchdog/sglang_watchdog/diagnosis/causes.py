@@ -13,6 +13,7 @@ from sglang_watchdog.diagnosis.manager import Said, Word
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.timeline import Failure, Hit, Timeline
+from sglang_watchdog.diagnosis.tracebacks import Raised
 from sglang_watchdog.domain.evidence import Source
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.launch import Phase
@@ -23,6 +24,7 @@ _FAULT_XIDS = frozenset({13, 31})
 _GOES_ON_SAME_RANK = 5.0  # seconds of decoding on the same rank that prove that a line was not the end
 _GOES_ON = 90.0  # on any rank: SGLang's crash diagnostics keep the others alive for up to 65 s
 _SAME_EVENT = 60.0
+_LAST_LINES = 3
 _OTHER_RANK = 30.0  # within which the rank that failed first may be logged after one that failed because of it
 
 _PLAIN: dict[Meaning, tuple[Class, float]] = {
@@ -64,7 +66,6 @@ class Cause:
     source: Source
     phase: Phase
     worker: Worker
-    frames: tuple[str, ...] = ()
     hit: Hit | None = None
     in_speculation: bool = False
 
@@ -133,7 +134,6 @@ def _of_hit(hit: Hit, case: Case) -> Cause | None:
         source=hit.signature.source,
         phase=_phase(hit, failure),
         worker=hit.worker,
-        frames=hit.frames,
         hit=hit,
         in_speculation=_in_speculation(hit.frames, hit.worker) or _of_the_draft(hit, failure),
     )
@@ -292,7 +292,7 @@ def _of_failure(failure: Failure, timeline: Timeline) -> Cause | None:
         judged = (Class.BAD_ARGUMENTS, 0.9)
     elif raised.fatal:
         judged = (Class.SOFTWARE_EXCEPTION, 0.8)
-    elif failure.phase not in (Phase.READY, Phase.SERVING, Phase.STOPPING) and _exited(timeline):
+    elif failure.phase not in (Phase.READY, Phase.SERVING, Phase.STOPPING) and _was_the_end(raised, timeline):
         judged = (Class.SOFTWARE_EXCEPTION, 0.6)
     else:
         return None
@@ -305,13 +305,16 @@ def _of_failure(failure: Failure, timeline: Timeline) -> Cause | None:
         source=Source.SGLANG,
         phase=failure.phase,
         worker=failure.worker,
-        frames=raised.frames,
         in_speculation=judged[0] is Class.SOFTWARE_EXCEPTION and _in_speculation(raised.frames, failure.worker),
     )
 
 
-def _exited(timeline: Timeline) -> bool:
-    return any(s.word is Word.MAIN_EXIT and s.detail == "exited/1" for s in timeline.said)
+def _was_the_end(raised: Raised, timeline: Timeline) -> bool:
+    """Whether an exception that nobody announced was main's own: main exits with 1 on it; in a log without systemd's
+    words, it is the last thing said."""
+    if not timeline.said:
+        return timeline.lines - raised.order <= _LAST_LINES
+    return any(said.word is Word.MAIN_EXIT and said.detail == "exited/1" for said in timeline.said)
 
 
 def _in_speculation(frames: tuple[str, ...], worker: Worker) -> bool:

@@ -4,7 +4,6 @@ A result of 9/KILL says nothing by itself: SGLang kills its own tree after a fau
 stop. Order tells: a stop that was asked for before anything failed is a stop, whatever the exit status.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.case import Case
@@ -79,9 +78,6 @@ class Ending:
         if said:
             return tuple(map(of_said, said))
         return (of_unit(f"Result={self.result}, main process {self.status}"),) if self.status else ()
-
-
-Rule = Callable[[Ending, Cause | None], Verdict | None]
 
 
 def judge_stop(ending: Ending, cause: Cause | None) -> Verdict | None:

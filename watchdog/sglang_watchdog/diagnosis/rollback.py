@@ -7,18 +7,35 @@ from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.verdict import Verdict
 from sglang_watchdog.domain.failure import FailureClass as Class
-from sglang_watchdog.domain.speculation import SpeculationConfig
+from sglang_watchdog.domain.speculation import SPECULATIVE_PREFIX, Flag, SpeculationConfig
 
 _DEPENDS = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.WEIGHTS_OOM, Class.RUNTIME_CUDA_OOM})
+_POOLS = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.RUNTIME_CUDA_OOM})
 _SOFTWARE = frozenset({Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR, Class.SEGFAULT, Class.BAD_ARGUMENTS})
 _UNCERTAIN = frozenset({Class.UNKNOWN, Class.UNRESPONSIVE, Class.INTERNAL_WATCHDOG_HANG})
 
 
 def rollback_helps(case: Case, verdict: Verdict, speculation: Speculation) -> bool | None:
     helps = _would_help(case, verdict, speculation)
-    if helps and case.has_ledger:
-        return _differs_from_known_good(case)
+    return _with_ledger(case, verdict, helps) if case.has_ledger else helps
+
+
+def _with_ledger(case: Case, verdict: Verdict, helps: bool | None) -> bool | None:
+    """There has to be something proven to go back to, and it has to be another config. Where the operator lets the
+    memory flags be changed too, they can be what differs."""
+    argv, good = argv_of(case), case.known_good
+    if good is None or not argv:
+        return None if helps else helps
+    ran = SpeculationConfig.of(argv, case.managed)
+    if ran.same_as(good):
+        return False if verdict.failure in _DEPENDS | _SOFTWARE else helps
+    if verdict.failure in _POOLS and _others(ran) != _others(good):
+        return True
     return helps
+
+
+def _others(config: SpeculationConfig) -> tuple[Flag, ...]:
+    return tuple(flag for flag in config.flags if not flag[0].startswith(SPECULATIVE_PREFIX))
 
 
 def _would_help(case: Case, verdict: Verdict, speculation: Speculation) -> bool | None:
@@ -45,11 +62,3 @@ def _memory(case: Case, verdict: Verdict, speculation: Speculation) -> bool | No
     budget = budget_of(case.timeline.memory, server_args_of(case), releases_of(case))
     target_alone_exceeds = budget is not None and not budget.fits_without_draft
     return not (verdict.failure is Class.KV_CACHE_OOM and target_alone_exceeds)
-
-
-def _differs_from_known_good(case: Case) -> bool | None:
-    """With a ledger there has to be something proven to go back to, and it has to be another config."""
-    if case.known_good is None:
-        return None
-    ran = SpeculationConfig.of(argv_of(case), case.managed) if argv_of(case) else None
-    return None if ran is None else not ran.same_as(case.known_good)

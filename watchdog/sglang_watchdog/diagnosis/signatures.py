@@ -101,17 +101,6 @@ class ReleaseRange:
         limit = Release.parse(release)
         return bool(limit and self.since and self.since.numbers >= limit.numbers)
 
-    def describe(self) -> str:
-        match self.since, self.until:
-            case None, None:
-                return "unknown release"
-            case since, None:
-                return f"{since} or newer"
-            case None, until:
-                return f"{until} or older"
-            case since, until:
-                return str(since) if since == until else f"{since} to {until}"
-
 
 @dataclass(frozen=True, slots=True)
 class Signature:
