@@ -1,7 +1,9 @@
 """Hands units back: a watchdog that stopped a unit owes it a start, also when it died in between.
 
 `OnFailure=` of the daemon's own service runs this in a process of its own. It starts only what an open incident had
-begun to hold and had not started again, with whatever config is in force by then.
+begun to hold and had not started again, with whatever config is in force by then. systemd 257 runs it before each
+automatic restart of the daemon, 252 only once there is none any more: a daemon that comes back finishes its own work,
+so then nothing is handed back.
 """
 
 from pathlib import Path
@@ -12,6 +14,9 @@ from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.settings import Settings
+
+
+SERVICE = "sglang-watchdog.service"
 
 
 def owes_a_start(intents: list[Intent]) -> bool:
@@ -30,10 +35,17 @@ def hand_back_units(settings: Settings) -> list[str]:
     systemd = Systemd()
     systemd.open()
     try:
+        if _comes_back(systemd):
+            return ["The daemon runs or comes back by itself, and finishes what it began."]
         return [hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()] or ["Nothing is held."]
     finally:
         systemd.close()
         ledger.close()
+
+
+def _comes_back(systemd: Systemd) -> bool:
+    daemon = systemd.snapshot(SERVICE)
+    return not daemon.ended or daemon.in_auto_restart or daemon.sub_state == "failed-before-auto-restart"
 
 
 def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd) -> str:

@@ -39,7 +39,8 @@ def _show(unit: str) -> UnitSnapshot:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise WatchdogError(f"systemctl cannot be asked: {error}") from error
     if shown.returncode:
-        raise WatchdogError(f"systemctl show {unit}: {" ".join(shown.stderr.split())}")
+        words = " ".join(shown.stderr.split())
+        raise WatchdogError(f"systemctl show {unit}: {words}")
     snapshot = parse_show(shown.stdout, "systemctl show")
     if snapshot is None:
         raise UnusableInput(f"systemd tells nothing of {unit}")
