@@ -11,7 +11,7 @@ from pystemd.systemd1 import Unit
 
 from sim_nvml import SimNvml
 
-LOOK_EVERY_S = 0.1
+LOOK_EVERY_S = 0.05
 
 
 def main(name: str) -> None:

@@ -335,7 +335,8 @@ def _watchdog(inference: InferenceHost, settings: Mapping[str, object]) -> Itera
     host.write(f"/etc/systemd/system/{SERVICE}.d/lab.conf", drop_in)
     host.write(SETTINGS, settings_text(inference.unit, inference.metrics_port, settings))
     host.systemctl("daemon-reload")
-    host.systemctl("start", SERVICE)
+    started = host.systemctl("start", SERVICE, check=False)
+    assert started.returncode == 0, f"{SERVICE} does not start:\n{inference.log()}"
     try:
         yield
     finally:
