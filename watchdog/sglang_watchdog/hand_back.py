@@ -15,7 +15,6 @@ from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.settings import Settings
 
-
 SERVICE = "sglang-watchdog.service"
 
 
