@@ -1,21 +1,17 @@
 """The watchdog as its own service on a lab host beside a real server, and what an operator sees of it."""
 
 import json
-import sys
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import sim_nvml
 import sim_nvml.build
-from lab.host import CHECKOUT, LabHost
+from lab.host import LabHost
+from lab_product.installed import CARDS, COMMAND, SERVICE, SETTINGS, SHIPPED, settings_text
 from sglang_real.following import Entry, wait_for_entry
 from sglang_watchdog.reporting.alerts import AlertId
-
-SERVICE = "sglang-watchdog.service"
-COMMAND = Path(sys.prefix) / "bin/sglang-watchdog"
-CARDS = "/run/sim-nvml"
+from sim_nvml import SimNvml
 
 
 @dataclass(frozen=True)
@@ -25,17 +21,18 @@ class Watchdog:
     host: LabHost
     metrics_port: int
 
-    def install(self, settings: str) -> None:
-        """The shipped unit file, with the command of this checkout and two idle simulated cards; returns once ready."""
-        sim_nvml.SimNvml(self.host.root / CARDS.lstrip("/")).gpus(2)
-        self.host.copy_in(CHECKOUT / "contrib/systemd" / SERVICE, f"/etc/systemd/system/{SERVICE}")
+    def install(self, unit: str, settings: Mapping[str, object]) -> None:
+        """The shipped service with the command of this checkout, and two idle simulated cards; returns once ready."""
+        SimNvml(self.host.root / CARDS.relative_to("/")).gpus(2)
+        for shipped in sorted(SHIPPED.glob("sglang-watchdog*")):
+            self.host.copy_in(shipped, f"/etc/systemd/system/{shipped.name}")
+        # The simulated driver writes down when it first saw a process gone, hence the writable path.
         self.host.write(
             f"/etc/systemd/system/{SERVICE}.d/lab.conf",
-            f"[Service]\nExecStart=\nExecStart={COMMAND} run\n"
+            f"[Service]\nExecStart=\nExecStart={COMMAND} run\nReadWritePaths={CARDS}\n"
             f"Environment=LD_LIBRARY_PATH={sim_nvml.build.library()} SIM_NVML_DIR={CARDS}\n",
         )
-        metrics = f'[metrics]\naddress = "127.0.0.1"\nport = {self.metrics_port}\n'
-        self.host.write("/etc/sglang-watchdog/config.toml", f"{metrics}\n{settings}")
+        self.host.write(SETTINGS, settings_text(unit, self.metrics_port, settings))
         self.host.systemctl("daemon-reload")
         self.host.systemctl("start", SERVICE)
 
