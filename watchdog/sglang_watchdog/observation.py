@@ -36,6 +36,7 @@ class LaunchWatch:
         self.gpu_before: GpuReading | None = known.gpu_before if known else None
         self.held_before: tuple[HeldMemory, ...] = ()
         self.ended: float | None = None
+        self.surprise_told = False
         self._managed = managed
         self._reader = TimelineReader(snapshot.name, snapshot.invocation)
         self._cursor = ""

@@ -206,10 +206,10 @@ class UnitWatcher:
         config = launch.config.describe()
         if incident.target is not None:
             self._parts.metrics.rollbacks.labels(self.unit).inc()
-            sentence = f"{config} serves again: contained, not what was asked for. Tokens came from its own process."
+            sentence = f"{config} serves again, which is not what was asked for; tokens came from its own process."
             self._verification_over(Outcome.CONTAINED, sentence)
         else:
-            self._verification_over(Outcome.RECOVERED, f"{config} serves again. Tokens came from its own process.")
+            self._verification_over(Outcome.RECOVERED, f"{config} serves again; tokens came from its own process.")
 
     def _verification_over(self, outcome: Outcome, sentence: str) -> None:
         if self.verifying is None:
@@ -249,6 +249,7 @@ class UnitWatcher:
         diagnosis = self._inquest.diagnose(launch, snapshot)
         if diagnosis.failure is not FailureClass.STALE_UNIT_FILE:
             return
+        launch.surprise_told = True
         incident = self._inquest.open_incident(launch, diagnosis)
         alerts.send(alerts.stale_definition(self.unit, launch.invocation, diagnosis, incident.id))
         self._parts.metrics.failures.labels(self.unit, diagnosis.failure).inc()
@@ -285,6 +286,10 @@ class UnitWatcher:
         alerts.send(alerts.launch_ended(self.unit, launch.invocation, diagnosis, incident.id if incident else ""))
         if incident is None:
             return
+        if diagnosis.failure in _ASKED_FOR:
+            self._verification_over(Outcome.YIELDED, f"the operator stopped it: {diagnosis.failure}.")
+        else:
+            self._verification_over(Outcome.FAILED, f"the launch ended again: {diagnosis.failure}.")
         log.info("launch ended", unit=self.unit, invocation=launch.invocation, failure=str(diagnosis.failure))
         self._inquest.learn(launch, diagnosis)
         plan = await self._inquest.plan(launch, snapshot, diagnosis, incident)
@@ -297,10 +302,6 @@ class UnitWatcher:
     def _recorded(self, launch: LaunchWatch, diagnosis: Diagnosis) -> Incident | None:
         """The incident of an end, in the ledger; None where that cannot be written, and then nothing is done."""
         try:
-            if diagnosis.failure in _ASKED_FOR:
-                self._verification_over(Outcome.YIELDED, f"the operator stopped it: {diagnosis.failure}.")
-            else:
-                self._verification_over(Outcome.FAILED, f"the launch ended again: {diagnosis.failure}.")
             self._parts.ledger.save_launch(launch.record(), diagnosis.failure)
             incident = self._inquest.open_incident(launch, diagnosis)
         except LedgerError as error:

@@ -32,6 +32,7 @@ class Case:
     on_disk: Definition | None = None  # now
     disk_changed: float | None = None  # when the definition on disk last changed, Unix seconds
     intended: SpeculationConfig | None = None  # what the definition on disk asks for now
+    surprise_told: bool = False  # that it runs an old definition was reported while it served
     known_good: SpeculationConfig | None = None
     has_ledger: bool = False
     managed: frozenset[str] = frozenset()

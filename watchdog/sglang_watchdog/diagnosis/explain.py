@@ -19,6 +19,7 @@ _QUOTED = frozenset(
     | {Class.NCCL_ERROR, Class.SHM_OR_DISK_FULL, Class.HOST_MEMORY_SHORTAGE}
 )
 _LONGEST_QUOTE = 160
+_WORTH_NAMING = 1 << 30  # a bare CUDA context is half a GiB
 _GPU_ONLY = RuledOut(Class.HOST_OOM_KILL, "GPU memory ran out; the kernel's OOM killer has no part in that")
 _OWN_KILL = RuledOut(Class.EXTERNAL_KILL, "SGLang ended its own processes after the failure: 9/KILL is its own doing")
 
@@ -37,7 +38,7 @@ def explain(case: Case, cause: Cause, speculation: Speculation, held: Held | Non
         case Class.CUDA_GRAPH_OOM:
             return _graph(cause, speculation)
         case Class.GPU_MEMORY_HELD:
-            return _held_by_word(cause)
+            return _held_by_word(case, cause)
         case _:
             return _plain(cause)
 
@@ -61,7 +62,7 @@ def _held(cause: Cause, held: Held) -> Verdict:
     )
 
 
-def _held_by_word(cause: Cause) -> Verdict:
+def _held_by_word(case: Case, cause: Cause) -> Verdict:
     unbalanced = cause.hit is not None and cause.hit.means is Meaning.UNBALANCED
     how = (
         "before it loaded anything the server found much less free memory on one GPU than on the others"
@@ -71,7 +72,7 @@ def _held_by_word(cause: Cause) -> Verdict:
     return Verdict(
         Class.GPU_MEMORY_HELD,
         cause.confidence,
-        f"GPU memory is held by somebody else: {how}.",
+        f"GPU memory is held by {_holders(case) or 'somebody else'}: {how}.",
         evidence=(of_cause(cause),),
         advice=(
             "See who holds it with `sglang-watchdog gpus`, end what was left behind, then start the same configuration "
@@ -79,6 +80,15 @@ def _held_by_word(cause: Cause) -> Verdict:
         ),
         phase=cause.phase,
         cause=cause,
+    )
+
+
+def _holders(case: Case) -> str:
+    """Who held more than a context's worth of a card before the launch began, and whose that is."""
+    big = [held for held in case.held_before if held.held_bytes >= _WORTH_NAMING]
+    return ", ".join(
+        f"{'a left-over of this unit, ' * held.ours}{held.who} ({held.held_bytes / 2**30:.1f} GiB of GPU {held.gpu})"
+        for held in big
     )
 
 

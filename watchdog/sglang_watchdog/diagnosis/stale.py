@@ -39,7 +39,9 @@ def stale(case: Case, verdict: Verdict, ran: Speculation) -> Verdict | None:
     if difference is None:
         return None
     explains_end = verdict.failure in _DEPENDS and difference.less_wanted and difference.from_start
-    surprises = verdict.failure in _NO_FAILURE and difference.from_start is not False and _ran_far(case)
+    # A surprise that was told while it served is told; its end is then an end like any other.
+    no_failure = frozenset[Class]() if case.surprise_told else _NO_FAILURE
+    surprises = verdict.failure in no_failure and difference.from_start is not False and _ran_far(case)
     if explains_end:
         return _verdict(difference, verdict, f"{verdict.summary} That came of the old definition")
     return _verdict(difference, verdict, "It was an old definition that ran") if surprises else None
@@ -104,7 +106,7 @@ def _loaded_now(unit: UnitSnapshot | None) -> SpeculationConfig | None:
 
 def _differ(wanted: SpeculationConfig, ran: Speculation) -> bool:
     """By what is written out only: SGLang fills in the rest itself, and NEXTN becomes EAGLE."""
-    if bool(wanted.flags) != bool(ran.on):
+    if wanted.speculates != bool(ran.on):
         return True
     if wanted.steps is not None and ran.steps is not None:
         return wanted.steps != ran.steps

@@ -32,6 +32,7 @@ _SERVICE = b"org.freedesktop.systemd1.Service"
 _PROPERTIES = b"org.freedesktop.DBus.Properties"
 _UNIT_PREFIX = b"/org/freedesktop/systemd1/unit"
 _INFINITY = 2**64 - 1
+_SNAPSHOT_TRIES = 4
 # What sd-bus answers where the connection is gone or systemd did not answer in time.
 _CONNECTION_LOST = frozenset({errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT, errno.ESTALE})
 
@@ -73,10 +74,15 @@ class Systemd:
             self._bus = None
 
     def snapshot(self, unit: str) -> UnitSnapshot:
-        """One consistent reading: one GetAll for the unit, one for the service."""
+        """One consistent reading: one GetAll for the unit, one for the service. A restart may fall between the two, so
+        they are taken again until both are of one launch."""
         path = self._path(unit)
         general = self._all(path, _UNIT)
-        service = self._all(path, _SERVICE)
+        for _ in range(_SNAPSHOT_TRIES):
+            service, before = self._all(path, _SERVICE), general
+            general = self._all(path, _UNIT)
+            if general.get(b"InvocationID") == before.get(b"InvocationID"):
+                break
         job_id, job_path = general.get(b"Job", (0, b"/"))
         return _snapshot(unit, general, service, self._job_type(job_path) if job_id else "")
 

@@ -38,16 +38,28 @@ class StepFailed(WatchdogError):
 @dataclass(slots=True)
 class OwnJobs:
     """Tells our own jobs on a unit from everybody else's. A job that is not ours, seen while we hold the unit, is the
-    operator's: systemd itself queues none for a unit that is down."""
+    operator's: systemd itself queues none for a unit that is down.
+
+    Ids grow with time, so a signal that comes late of a job that is older than ours (systemd's own restart job, say) is
+    known by its number.
+    """
 
     ours: set[int] = field(default_factory=set)
     foreign: int = 0
+    _newest: int = 0
+    _settled: int = 0
 
     def saw(self, job: int) -> None:
-        if job not in self.ours:
+        self._newest = max(self._newest, job)
+        if job not in self.ours and job > self._settled:
             self.foreign = job
 
+    def own(self, job: int) -> None:
+        self.ours.add(job)
+
     def forget(self) -> None:
+        """From now on: what came before does not count."""
+        self._settled = max(self._newest, *self.ours, 0)
         self.foreign = 0
 
 
@@ -74,6 +86,7 @@ class Executor:
         self.brought_down: set[str] = set()  # invocations that ended by our own hand
 
     async def execute(self, task: Task) -> None:
+        self._jobs.forget()  # the job that ended the launch, if one did
         for step in task.incident.steps:
             if step is Step.VERIFY:
                 return
@@ -120,7 +133,6 @@ class Executor:
             snapshot = self._systemd.snapshot(self._unit)
             match next_move(snapshot, task.incident.invocation, doomed=task.doomed(snapshot)):
                 case HoldMove.HELD:
-                    await asyncio.sleep(0)  # signals of jobs before the hold are read now, and do not count
                     self._jobs.forget()
                     return done
                 case HoldMove.YIELD:
@@ -137,7 +149,7 @@ class Executor:
 
     def _stop(self) -> str:
         try:
-            self._jobs.ours.add(self._systemd.stop(self._unit))
+            self._jobs.own(self._systemd.stop(self._unit))
         except JobRefused:
             return ""  # its restart job was queued in this instant: the next reading says what came of it
         return "the automatic restart is held"
@@ -153,7 +165,7 @@ class Executor:
     def _start(self) -> str:
         try:
             self._systemd.reset_failed(self._unit)
-            self._jobs.ours.add(self._systemd.start(self._unit))
+            self._jobs.own(self._systemd.start(self._unit))
         except JobRefused as error:
             raise Yielded(f"the start was refused, because somebody else's job is queued: {error}") from error
         return "the unit is started"
