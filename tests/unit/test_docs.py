@@ -156,8 +156,8 @@ def exported() -> dict[str, tuple[str, set[str]]]:
     """Type and labels by name, of a daemon that has seen a bit of everything."""
     metrics = Metrics(("sglang.service",), "0.1.0")
     metrics.saw_state("sglang.service", ActiveState.ACTIVE)
-    metrics.running_steps.labels("sglang.service").set(4)
-    metrics.known_good_steps.labels("sglang.service").set(4)
+    metrics.runs("sglang.service", SpeculationConfig())
+    metrics.proven("sglang.service", SpeculationConfig())
     metrics.gpu_used.labels("0").set(0)
     found = {}
     for family in metrics.registry.collect():

@@ -120,6 +120,8 @@ class Cards:
         reached = []
         for ending in plan.end:
             outcome = self._signal(ending, number)
+            if outcome is SignalOutcome.GONE:
+                continue
             log.info(
                 "left-over signalled",
                 unit=self._unit,

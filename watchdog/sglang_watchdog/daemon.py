@@ -46,7 +46,7 @@ class Daemon:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._version = version("sglang-watchdog")
-        self._metrics = Metrics(tuple(sorted(settings.units)), self._version)
+        self._metrics = Metrics(tuple(sorted(settings.units)), self._version, _tell_blind)
         self._systemd = Systemd()
         self._probe = ProbeWorker()
         self._watchers: dict[str, UnitWatcher] = {}
@@ -89,7 +89,6 @@ class Daemon:
             ledger = Ledger.open(path)
         except LedgerError as error:
             log.error("observing only", error=str(error))
-            alerts.send(alerts.blind(f"{error} It only observes until then."))
             self._metrics.sees(Sense.LEDGER, well=False)
             return Ledger.in_memory(), False
         self._metrics.sees(Sense.LEDGER, well=True)
@@ -188,6 +187,10 @@ class Daemon:
         if watcher is None:
             raise UnusableInput(f"{unit} is not watched; watched are {', '.join(self._watchers) or 'no units'}")
         return await watcher.free_by_hand(dry_run=dry_run)
+
+
+def _tell_blind(sense: Sense) -> None:
+    alerts.send(alerts.blind(_IN_WORDS[sense]))
 
 
 def _stop_requested() -> asyncio.Event:

@@ -16,7 +16,7 @@ from sglang_watchdog.domain.errors import WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.incident import Incident
 from sglang_watchdog.domain.known_good import Ceiling, KnownGood, base_of
-from sglang_watchdog.domain.launch import Definition, Launch
+from sglang_watchdog.domain.launch import Definition, Launch, Phase
 from sglang_watchdog.domain.speculation import Command
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.host import unit_files
@@ -82,6 +82,7 @@ class Inquest:
                 launch=launch.record(),
                 gpu_before=launch.gpu_before,
                 held_before=launch.held_before,
+                held_when_proven=self._held_when_proven(known_good),
                 loaded=launch.definition,
                 on_disk=unit_files.definition_on_disk(snapshot),
                 disk_changed=_disk_changed(snapshot),
@@ -108,8 +109,8 @@ class Inquest:
 
     def learn(self, launch: LaunchWatch, diagnosis: Diagnosis) -> None:
         """What the end teaches of the config that ran: a ceiling, and a known-good that is none any more."""
-        if diagnosis.failure not in PROVES_A_CEILING:
-            return
+        if diagnosis.failure not in PROVES_A_CEILING or launch.timeline.reached(Phase.READY):
+            return  # a pool that ran full while serving is the traffic's doing, not the config's alone
         base, now = self.base(launch), self._parts.clock.now()
         ledger = self._parts.ledger
         ledger.save_ceiling(Ceiling(self._unit, base, launch.config, diagnosis.failure, launch.invocation, now))
@@ -149,6 +150,12 @@ class Inquest:
             gpus=self._cards.uuids,
             model_digest=model_digest(path),
         )
+
+    def _held_when_proven(self, known_good: list[KnownGood]) -> dict[int, int] | None:
+        proof = self._parts.ledger.launch(known_good[0].invocation) if known_good else None
+        if proof is None or proof.gpu_before is None:
+            return None
+        return {gpu.index: sum(holder.used_bytes for holder in gpu.holders) for gpu in proof.gpu_before.gpus}
 
     def _known_good(self, launch: LaunchWatch) -> list[KnownGood]:
         return self._parts.ledger.known_good(self._unit, self.base(launch))

@@ -55,18 +55,31 @@ class Overriding:
         self._reload_due = False
         return "systemd was reloaded" + (f"; that loaded edits of {', '.join(others)} as well" if others else "")
 
-    def yield_to_operator(self, snapshot: UnitSnapshot) -> str:
-        """Withdraws our override where the operator has changed the speculation flags since it was written, and says
-        so; empty otherwise. Theirs is a candidate again, from the next start on."""
+    async def follow_operator(self, snapshot: UnitSnapshot) -> str:
+        """What the operator changed since our override was written, followed, in one sentence; empty where nothing was.
+
+        Changed speculation flags win: the override goes, and theirs is a candidate again. Where only something else
+        changed, a drop-in is written anew onto the new command, once the operator has reloaded it. The reload after
+        that is part of their deploy, which has just loaded everything else.
+        """
         ours = self._parts.ledger.override(self._unit)
         if ours is None:
             return ""
         replaced, target = ours
-        now = self._operators(snapshot)
-        if now is None or replaced is None or now.same_as(replaced):
+        theirs = self._operators(snapshot)
+        if theirs is not None and replaced is not None and not theirs.same_as(replaced):
+            if self._withdraw():
+                await systemctl.daemon_reload()
+            return f"the operator's flags are now {theirs.describe()}: the override {target.describe()} is withdrawn"
+        if snapshot.need_daemon_reload or self.obstacle(snapshot):
             return ""
-        when = "after a daemon-reload" if self._withdraw() else "at the next start"
-        return f"the operator's flags are now {now.describe()}: the override {target.describe()} is gone {when}"
+        return await self._write_anew(snapshot, target)
+
+    async def _write_anew(self, snapshot: UnitSnapshot, target: SpeculationConfig) -> str:
+        if not override.put_in_force(override.render(snapshot, target, self._managed, self._folder)):
+            return ""
+        await systemctl.daemon_reload()
+        return f"the operator's command changed: the override {target.describe()} was written anew onto it"
 
     def _withdraw(self) -> bool:
         due = override.withdraw(self._unit, self._folder)

@@ -111,7 +111,7 @@ class UnitSettings(_Table):
     api_key_file: AbsolutePath | None = _setting(
         None,
         "File that holds the key for probes and nothing else. Never the key itself: settings are shown in reports. By "
-        "default probes carry no key.",
+        "default probes carry the `--api-key` of the server's own command.",
         _A_PATH,
     )
     soak: SecondsOrNone = _setting(

@@ -118,6 +118,10 @@ class UnitWatcher:
         starting = self._waits_for_something() and (self._proof is None or not self._proof.serving)
         return starting or self.verifying is not None
 
+    @property
+    def _may_act(self) -> bool:
+        return self.settings.act and self._parts.may_act
+
     def _pause(self) -> float:
         if not self._waits_for_something():
             return _IDLE_S
@@ -140,9 +144,9 @@ class UnitWatcher:
     async def _look(self) -> None:
         snapshot = self.snapshot = self._parts.systemd.snapshot(self.unit)
         self._parts.metrics.saw_state(self.unit, snapshot.active_state)
-        if withdrawn := self._overriding.yield_to_operator(snapshot):
-            log.info("override withdrawn", unit=self.unit, why=withdrawn)
-            alerts.send(alerts.yielded(self.unit, withdrawn))
+        if self._may_act and (followed := await self._overriding.follow_operator(snapshot)):
+            log.info("override follows the operator", unit=self.unit, why=followed)
+            alerts.send(alerts.yielded(self.unit, followed))
         launch = self.launch
         if launch is not None and launch.ended is None and launch.invocation != snapshot.invocation:
             await self._ended(launch, snapshot)  # the bus shows the newest launch only
@@ -191,7 +195,7 @@ class UnitWatcher:
 
     async def _serving(self, launch: LaunchWatch, snapshot: UnitSnapshot, proof: Proof) -> None:
         proof.served(self._parts.clock.now())
-        self._parts.metrics.running_steps.labels(self.unit).set(launch.config.steps or 0)
+        self._parts.metrics.runs(self.unit, launch.config)
         self._parts.ledger.save_launch(launch.record())
         log.info("serving", unit=self.unit, invocation=launch.invocation, config=launch.config.describe())
         if self.verifying is not None:
@@ -223,10 +227,19 @@ class UnitWatcher:
         self._close(incident, outcome, sentence)
 
     def _check_deadline(self) -> None:
-        if self.verifying is not None and self._parts.clock.now() - self._verify_since > self.settings.start_deadline:
+        """Until it is ready the start may take its time; from then on tokens have to come soon."""
+        if self.verifying is None:
+            return
+        marks = self.launch.timeline.phases if self.launch else ()
+        ready = next((mark.time for mark in marks if mark.phase is Phase.READY), None)
+        begun, allowed, what = (
+            (self._verify_since, self.settings.start_deadline, "the start")
+            if ready is None
+            else (max(ready, self._verify_since), self.settings.verify_deadline, "it said to be ready")
+        )
+        if self._parts.clock.now() - begun > allowed:
             self._verification_over(
-                Outcome.FAILED,
-                f"no tokens within {self.settings.start_deadline:.0f} s of the start; it is left running.",
+                Outcome.FAILED, f"no tokens within {allowed:.0f} s since {what}; it is left running."
             )
 
     def _shortfall(self, launch: LaunchWatch) -> str:
@@ -268,7 +281,7 @@ class UnitWatcher:
         )
         self._parts.ledger.save_known_good(good)
         self._parts.ledger.save_launch(launch.record())
-        self._parts.metrics.known_good_steps.labels(self.unit).set(good.config.steps or 0)
+        self._parts.metrics.proven(self.unit, good.config)
         alerts.send(alerts.known_good(self.unit, launch.invocation, f"{good.config.describe()} is known-good"))
 
     # A launch that ended
@@ -277,6 +290,7 @@ class UnitWatcher:
         launch.ended = self._parts.clock.now()
         await self._inquest.read_to_the_end(launch)
         self._set_degraded(False)
+        self._parts.metrics.runs(self.unit, None)
         if launch.invocation in self.executor.brought_down:
             self._parts.ledger.save_launch(launch.record())
             return
@@ -380,8 +394,8 @@ class UnitWatcher:
         last = next(iter(self._parts.ledger.incidents(self.unit, 1)), None)
         return {
             "unit": self.unit,
-            "act": self.settings.act and self._parts.may_act,
-            "state": f"{snapshot.active_state} ({snapshot.sub_state})" if snapshot else "unknown",
+            "act": self._may_act,
+            "state": _state(snapshot),
             "invocation": launch.invocation if launch else "",
             "phase": launch.phase if launch and running else "",
             "running": launch.config.describe() if launch and running else "",
@@ -395,6 +409,14 @@ class UnitWatcher:
     def _set_degraded(self, degraded: bool) -> None:
         self.degraded = degraded
         self._parts.metrics.degraded.labels(self.unit).set(degraded)
+
+
+def _state(snapshot: UnitSnapshot | None) -> str:
+    if snapshot is None:
+        return "unknown"
+    if not snapshot.loaded:
+        return f"{snapshot.load_state}: no such unit is loaded"
+    return f"{snapshot.active_state} ({snapshot.sub_state})"
 
 
 def _held_by(launch: LaunchWatch) -> str:

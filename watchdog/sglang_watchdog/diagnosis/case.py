@@ -1,5 +1,6 @@
 """Everything that a diagnosis may look at, as plain values. What is not known is None or empty."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.timeline import Timeline
@@ -28,6 +29,7 @@ class Case:
     launch: Launch | None = None  # the ledger's record: what really ran
     gpu_before: GpuAnswer | None = None  # NVML just before the start
     held_before: tuple[HeldMemory, ...] = ()
+    held_when_proven: Mapping[int, int] | None = None  # bytes of others by card, when known-good was started
     loaded: Definition | None = None  # what systemd had loaded when the launch began
     on_disk: Definition | None = None  # now
     disk_changed: float | None = None  # when the definition on disk last changed, Unix seconds

@@ -19,7 +19,7 @@ _GIB = 1 << 30
 _NOT_WORTH_BYTES = _GIB
 _NOT_WORTH_SHARE = 0.1
 _TOLERANCE_GIB = 1.5
-_IN_USE = re.compile(r"Process (?P<pid>\d+) has (?P<held>[\d.]+ [KMG]iB) memory in use")
+_IN_USE = re.compile(r"Process (?P<pid>\d+) has (?P<held>\d+(?:\.\d+)? [KMG]iB) memory in use")
 _UNITS = {"KiB": 1 / 2**20, "MiB": 1 / 1024, "GiB": 1.0}
 # SGLang's default of --chunked-prefill-size tells the least memory that the card has (GiB, as it counts them).
 _CARD_BY_CHUNK = {16384: 160.0, 8192: 60.0, 4096: 35.0}
@@ -52,7 +52,7 @@ def _proofs(case: Case, cause: Cause) -> Iterator[Held]:
 
 def _recorded(case: Case) -> Iterator[Held]:
     """NVML just before the start."""
-    holders = [holder for holder in case.held_before if _met(holder, case)]
+    holders = [holder for holder in case.held_before if _met(holder, case) and _counts(holder, case)]
     held_bytes = sum(holder.held_bytes for holder in holders)
     if held_bytes >= _NOT_WORTH_BYTES:
         who = ", ".join(dict.fromkeys(holder.who for holder in holders))
@@ -72,6 +72,19 @@ def _met(holder: HeldMemory, case: Case) -> bool:
         return True
     totals = [gpu.total_bytes for gpu in case.gpu_before.gpus if gpu.index == holder.gpu]
     return not totals or before <= (totals[0] - holder.held_bytes) / _GIB + _TOLERANCE_GIB
+
+
+def _counts(holder: HeldMemory, case: Case) -> bool:
+    """Whether it can have made the difference. A left-over of the unit always can. A neighbour that was there as well
+    when the known-good config was proven did not; without such a proof one that takes a tenth of the card does."""
+    if holder.ours:
+        return True
+    others = sum(held.held_bytes for held in case.held_before if held.gpu == holder.gpu and not held.ours)
+    if case.held_when_proven is not None:
+        return others - case.held_when_proven.get(holder.gpu, 0) >= _NOT_WORTH_BYTES
+    gpus = case.gpu_before.gpus if isinstance(case.gpu_before, GpuReading) else ()
+    total = next((gpu.total_bytes for gpu in gpus if gpu.index == holder.gpu), 0)
+    return others >= max(_NOT_WORTH_BYTES, total * _NOT_WORTH_SHARE)
 
 
 def _unaccounted(reading: GpuReading) -> Iterator[Held]:

@@ -8,6 +8,7 @@ from sglang_watchdog.domain.errors import UnusableInput
 from sglang_watchdog.domain.journal import JournalEntry
 
 _KEPT = 4
+_OURSELVES = "sglang-watchdog"
 
 
 class LaunchReader:
@@ -19,6 +20,8 @@ class LaunchReader:
         self._readers: dict[str, TimelineReader] = {}
 
     def feed(self, entry: JournalEntry) -> None:
+        if entry.identifier == _OURSELVES:
+            return  # `journalctl -u UNIT` shows our alerts about the unit among its own entries
         if not entry.invocation or entry.from_kernel:
             for reader in self._readers.values() or [self._reader("")]:
                 reader.feed(entry)

@@ -363,9 +363,9 @@ _REMAINING = re.compile(r"[Rr]emaining number of requests (\d+)")
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _TOKENS = re.compile(r"#(?:full )?token: (\d+)")
-_RATE = re.compile(r"gen throughput \(token/s\): ([\d.]+)")
-_ACCEPT_LEN = re.compile(r"(?<!block )accept len: ([\d.]+)")
-_ACCEPT_RATE = re.compile(r"accept rate: ([\d.]+)")
+_RATE = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
+_ACCEPT_LEN = re.compile(r"(?<!block )accept len: (\d+(?:\.\d+)?)")
+_ACCEPT_RATE = re.compile(r"accept rate: (\d+(?:\.\d+)?)")
 
 
 def _drain(lines: list[tuple[float, int]]) -> Drain | None:

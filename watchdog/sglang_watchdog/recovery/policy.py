@@ -23,6 +23,9 @@ CURABLE = frozenset(
         FailureClass.RUNTIME_CUDA_OOM,
         FailureClass.SOFTWARE_EXCEPTION,
         FailureClass.CUDA_ERROR,
+        FailureClass.SEGFAULT,
+        FailureClass.BAD_ARGUMENTS,  # of a speculation flag
+        FailureClass.MISSING_DEPENDENCY,  # of a draft model
     }
 )
 # Of these one occurrence on clean cards proves that the config does not fit: the same start would fail again.
