@@ -148,7 +148,7 @@ def test_a_stop_while_the_rolled_back_launch_loads_is_obeyed(inference: Inferenc
         assert starts(host) == before + 1
 
 
-@pytest.mark.parametrize("way", [Way.ENVIRONMENT_FILE])
+@pytest.mark.parametrize("way", Way)
 def test_flags_that_the_operator_changes_after_a_rollback_replace_the_override(inference: Inference, way: Way) -> None:
     with inference(settings=ACTING, simulation=AT_ONCE, way=way) as host:
         proven(host)
@@ -161,6 +161,32 @@ def test_flags_that_the_operator_changes_after_a_rollback_replace_the_override(i
         assert steps_of(host) == "3"
         assert override(host) == ""
         assert host.alerts(ACTION="withdraw")
+
+
+@pytest.fixture
+def packages(lab: LabHost) -> Iterator[str]:
+    """Where packages put their units. systemctl masks those only: a file of the operator's own would be in its way."""
+    folder = "/usr/local/lib/systemd/system"
+    lab.run("mkdir", "--parents", folder)
+    yield folder
+    lab.run("rm", "--recursive", folder)
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_unit_that_is_masked_while_the_cards_are_freed_is_left_down(
+    inference: Inference, packages: str, way: Way
+) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE, way=way) as host:
+        proven(host)
+        deploy_what_fails(host)
+        before = starts(host)
+        host.host.run("mv", host.sglang.file_path, packages)
+        host.host.systemctl("mask", host.unit)
+        let_go(host.host)
+        host.wait_alert(OUTCOME="yielded")
+        assert is_down(host)
+        assert starts(host) == before
+        host.host.systemctl("unmask", host.unit)
 
 
 def test_a_stop_during_the_automatic_restart_is_obeyed(inference: Inference) -> None:

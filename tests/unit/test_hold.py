@@ -28,17 +28,25 @@ def unit(active: ActiveState, sub: str = "", *, job: str = "", invocation: str =
         (unit(ActiveState.ACTIVATING, "auto-restart", job="restart"), False, HoldMove.WAIT),
         (unit(ActiveState.ACTIVATING, "auto-restart-queued", job="start"), False, HoldMove.WAIT),
         (unit(ActiveState.FAILED, "failed"), False, HoldMove.HELD),
-        (unit(ActiveState.INACTIVE, "dead"), False, HoldMove.HELD),
+        (unit(ActiveState.FAILED, "failed", job="start"), False, HoldMove.YIELD),
         (unit(ActiveState.INACTIVE, "dead", job="start"), False, HoldMove.YIELD),
         (unit(ActiveState.DEACTIVATING, "stop-sigterm"), False, HoldMove.WAIT),
+        (unit(ActiveState.DEACTIVATING, "stop-sigterm", job="stop"), False, HoldMove.YIELD),
         (unit(ActiveState.ACTIVE, "running", invocation=NEXT), True, HoldMove.KILL),
         (unit(ActiveState.ACTIVE, "running", invocation=NEXT), False, HoldMove.YIELD),
-        (unit(ActiveState.ACTIVATING, "start", invocation=NEXT), True, HoldMove.KILL),
+        (unit(ActiveState.ACTIVATING, "start-pre", invocation=NEXT), True, HoldMove.KILL),
         (unit(ActiveState.ACTIVE, "running", job="stop", invocation=NEXT), True, HoldMove.YIELD),
+        (unit(ActiveState.ACTIVE, "running", job="restart", invocation=NEXT), True, HoldMove.YIELD),
         # the reading is a moment old: the diagnosed launch is still on its way down
         (unit(ActiveState.ACTIVE, "running"), True, HoldMove.WAIT),
         (unit(ActiveState.MAINTENANCE), False, HoldMove.YIELD),
     ],
 )
 def test_each_state_has_its_move(seen: UnitSnapshot, doomed: bool, move: HoldMove) -> None:
-    assert next_move(seen, FAILED, doomed=doomed) is move
+    assert next_move(seen, FAILED, doomed=doomed, stopped_by_us=False) is move
+
+
+def test_an_inactive_unit_was_stopped_and_the_question_is_by_whom() -> None:
+    down = unit(ActiveState.INACTIVE, "dead")
+    assert next_move(down, FAILED, doomed=False, stopped_by_us=True) is HoldMove.HELD
+    assert next_move(down, FAILED, doomed=False, stopped_by_us=False) is HoldMove.YIELD

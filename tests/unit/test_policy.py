@@ -120,6 +120,16 @@ class TestLadder:
         assert decide(self.VERDICT, facts).target == SpeculationConfig()
         assert decide(self.VERDICT, replace(facts, allow_no_speculation=False)).hold
 
+    def test_the_last_rung_keeps_the_managed_memory_flags(self) -> None:
+        managed = frozenset({"--mem-fraction-static"})
+        argv = [*config(10).words(), "--mem-fraction-static", "0.8"]
+        facts = replace(FACTS, running=SpeculationConfig.of(argv, managed), known_good=(), allow_no_speculation=True)
+        assert decide(self.VERDICT, facts).target == SpeculationConfig((("--mem-fraction-static", ("0.8",)),))
+
+    def test_a_pool_that_ran_full_while_serving_is_not_held_against_the_config(self) -> None:
+        full = replace(diagnosis(FailureClass.KV_CACHE_OOM, None), phase=Phase.SERVING)
+        assert decide(full, replace(FACTS, running=config(4))).steps == ()
+
     def test_a_config_that_cannot_be_put_in_force_is_held_and_says_why(self) -> None:
         plan = decide(self.VERDICT, replace(FACTS, override_obstacle="ExecStart= is a shell script"))
         assert plan.hold
@@ -136,9 +146,6 @@ class TestBudget:
     VERDICT = diagnosis(FailureClass.KV_CACHE_OOM)
     BUDGET = Budget(rollbacks=2, window=3600, per_day=3, cool_down=30)
 
-    def rollbacks(self, *ages: float) -> tuple[Incident, ...]:
-        return tuple(past(opened=NOW - age, target=config(4), steps=(Step.START,)) for age in ages)
-
     @pytest.mark.parametrize(
         ("ages", "held"),
         [
@@ -151,15 +158,15 @@ class TestBudget:
         ],
     )
     def test_recoveries_are_limited_by_cool_down_window_and_day(self, ages: tuple[float, ...], held: bool) -> None:
-        facts = replace(FACTS, budget=self.BUDGET, history=self.rollbacks(*ages))
+        facts = replace(FACTS, budget=self.BUDGET, starts=tuple(NOW - age for age in ages))
         assert decide(self.VERDICT, facts).hold is held
 
     def test_freeing_again_and_again_is_limited_as_well(self) -> None:
         held = diagnosis(FailureClass.GPU_MEMORY_HELD)
-        ages = tuple(past(FailureClass.EXTERNAL_KILL, opened=NOW - age, steps=(Step.START,)) for age in (60, 120))
-        plan = decide(held, replace(FACTS, budget=self.BUDGET, left_overs=True, history=ages))
-        assert plan.hold
+        facts = replace(FACTS, budget=self.BUDGET, left_overs=True, starts=(NOW - 60, NOW - 120))
+        assert decide(held, facts).hold
 
-    def test_an_incident_without_a_start_costs_nothing(self) -> None:
-        facts = replace(FACTS, budget=self.BUDGET, history=(past(opened=NOW - 1), past(opened=NOW - 2)))
+    def test_a_plan_that_was_never_carried_out_costs_nothing(self) -> None:
+        planned = past(opened=NOW - 1, target=config(4), steps=(Step.START,), outcome=Outcome.YIELDED)
+        facts = replace(FACTS, budget=self.BUDGET, history=(planned, planned, planned))
         assert decide(self.VERDICT, facts).target == config(4)

@@ -5,7 +5,8 @@ Verdicts and the plan are pure (`recovery.ownership`, `recovery.freeing`); this 
 
 import signal
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -31,13 +32,23 @@ Verdicts = dict[int, Ownership]
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The cards without what the launch itself holds by now (`own_bytes`), and who held what of them."""
+
+    reading: GpuReading
+    held: tuple[HeldMemory, ...]
+    own_bytes: int
+
+
 class Cards:
     """Of one unit. Ends processes in `free` only, and there only with proof."""
 
-    def __init__(self, unit: str, settings: UnitSettings, parts: Parts) -> None:
+    def __init__(self, unit: str, settings: UnitSettings, parts: Parts, progress: Callable[[], None]) -> None:
         self._unit = unit
         self._patience = Patience(release=settings.free_deadline)
         self._parts = parts
+        self._progress = progress
         self._facts: dict[int, ProcessFacts] = {}
         self.driver = ""
         self.uuids: tuple[str, ...] = ()
@@ -49,14 +60,16 @@ class Cards:
             self.driver, self.uuids = answer.driver, tuple(gpu.uuid for gpu in answer.gpus)
         return answer
 
-    async def before(self, snapshot: UnitSnapshot) -> tuple[GpuReading | None, tuple[HeldMemory, ...]]:
-        """What was on the cards before the launch that has just begun: its own processes are taken out."""
+    async def before(self, snapshot: UnitSnapshot) -> Before | None:
+        """What was on the cards before the launch that has just begun: its own processes are taken out. None where the
+        cards cannot be read."""
         answer = await self.read()
         if not isinstance(answer, GpuReading):
-            return None, ()
+            return None
         verdicts = await self.verdicts(answer, snapshot)
         own = {pid for pid, ownership in verdicts.items() if ownership.owner is Owner.CURRENT_LAUNCH}
-        return _without(answer, own), _held(answer, verdicts, own)
+        held_by_it = sum(h.used_bytes for gpu in answer.gpus for h in gpu.holders if h.pid in own)
+        return Before(_without(answer, own), _held(answer, verdicts, own), held_by_it)
 
     async def verdicts(self, reading: GpuReading, snapshot: UnitSnapshot | None = None) -> Verdicts:
         """Whose each holder is, by pid."""
@@ -95,14 +108,17 @@ class Cards:
 
     async def _carry_out(
         self, plan: FreePlan, verdicts: Verdicts, baseline: GpuReading | None, patience: Patience
-    ) -> tuple[list[Ending], Stage]:
-        """Returns those that a signal was sent to, and where the freeing ended."""
+    ) -> tuple[list[Ending], Stage | None]:
+        """Returns those that a signal was sent to, and where the freeing ended: None where the unit was started."""
         clock = self._parts.clock
         ended_by_us = self._signal_all(plan, signal.SIGTERM)
         self._parts.metrics.ended.labels(self._unit).inc(len(ended_by_us))
         stage = Stage.TERMINATE if ended_by_us else Stage.RELEASE
         entered = clock.monotonic()
         while True:
+            self._progress()
+            if not self._still_down():
+                return ended_by_us, None
             answer = await self.read()
             # Those that ended may still be listed while the driver releases: the verdicts on them stay.
             clean = is_clean(answer, verdicts, baseline)
@@ -195,7 +211,7 @@ def _held(reading: GpuReading, verdicts: Verdicts, own: set[int]) -> tuple[HeldM
     return tuple(found)
 
 
-def _sentences(plan: FreePlan, ended: list[Ending], stage: Stage) -> list[str]:
+def _sentences(plan: FreePlan, ended: list[Ending], stage: Stage | None) -> list[str]:
     said = []
     if ended:
         pids = ", ".join(str(ending.process.pid) for ending in ended)
@@ -210,6 +226,8 @@ def _sentences(plan: FreePlan, ended: list[Ending], stage: Stage) -> list[str]:
             + "."
         )
     match stage:
+        case None:
+            said.append("The unit was started meanwhile, so the rest was left alone.")
         case Stage.FREED:
             said.append("NVML shows our bytes back.")
         case Stage.NOT_ENDED:

@@ -13,7 +13,7 @@ import structlog
 
 from sglang_watchdog.control import ControlServer, Json
 from sglang_watchdog.diagnosis.entries import entry_or_none
-from sglang_watchdog.domain.errors import BusError, BusLost, LedgerError, UnusableInput
+from sglang_watchdog.domain.errors import BusError, BusLost, LedgerError, UnusableInput, WatchdogError
 from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading
 from sglang_watchdog.domain.ownership import Owner, Ownership
 from sglang_watchdog.hand_back import hand_back
@@ -65,8 +65,7 @@ class Daemon:
             self._settings.state_dir,
             may_act,
         )
-        if self._settings.metrics.port:
-            self._metrics.serve(self._settings.metrics.address, self._settings.metrics.port)
+        self._serve_metrics()
         control = ControlServer(self, self._settings.runtime_dir)
         await control.start()
         stop = _stop_requested()
@@ -93,6 +92,16 @@ class Daemon:
             return Ledger.in_memory(), False
         self._metrics.sees(Sense.LEDGER, well=True)
         return ledger, True
+
+    def _serve_metrics(self) -> None:
+        """A port that is taken costs the metrics, not the watching."""
+        address, port = self._settings.metrics.address, self._settings.metrics.port
+        try:
+            if port:
+                self._metrics.serve(address, port)
+        except OSError as error:
+            log.error("no metrics", address=address, port=port, error=error.strerror)
+            alerts.send(alerts.blind(f"nothing: Prometheus sees no metrics, since {address}:{port} {error.strerror}."))
 
     async def _watch_until_lost(self, parts: Parts, stop: asyncio.Event) -> None:
         """Watches all units over one bus connection. Returns when asked to stop, or when the bus was lost and a pause
@@ -140,6 +149,7 @@ class Daemon:
 
     async def _bus_away(self, error: Exception, stop: asyncio.Event) -> None:
         self._metrics.sees(Sense.BUS, well=False)
+        self._turns.clear()  # nobody takes turns without a bus
         log.error("systemd cannot be reached", error=str(error))
         pystemd.daemon.notify(False, status=f"systemd cannot be reached: {error}")
         with contextlib.suppress(TimeoutError):
@@ -159,11 +169,20 @@ class Daemon:
             await asyncio.sleep(limit / 3)
 
     def _hand_back_all(self, ledger: Ledger) -> None:
-        for incident in ledger.open_incidents():
-            try:
-                log.info("handing back", sentence=hand_back(incident, ledger, self._systemd))
-            except BusError as error:
-                log.error("could not hand back", unit=incident.unit, error=str(error))
+        """On our way out: what is held is started, over a new connection where the old one is gone."""
+        incidents = ledger.open_incidents()
+        if not incidents:
+            return
+        systemd = Systemd()
+        try:
+            systemd.open()
+            for incident in incidents:
+                log.info("handing back", sentence=hand_back(incident, ledger, systemd))
+        except WatchdogError as error:
+            # OnFailure= runs hand-back, which tries again.
+            raise SystemExit(f"could not hand back: {error}") from error
+        finally:
+            systemd.close()
 
     # What commands may ask for
 

@@ -6,12 +6,10 @@ automatic restart of the daemon, 252 only once there is none any more: a daemon 
 so then nothing is handed back.
 """
 
-from pathlib import Path
-
-from sglang_watchdog.domain.errors import WatchdogError
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
 from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
+from sglang_watchdog.overriding import FOLDER, undo_unloaded
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.settings import Settings
 
@@ -26,20 +24,22 @@ def owes_a_start(intents: list[Intent]) -> bool:
 
 
 def hand_back_units(settings: Settings) -> list[str]:
-    """Returns one sentence for each open incident. Raises `WatchdogError` where ledger or bus cannot be reached."""
-    path = Path(settings.state_dir) / LEDGER_NAME
-    if not path.exists():
-        return ["There is no ledger, so nothing was ever held."]
-    ledger = Ledger.open(path)
+    """Returns one sentence for each open incident. Raises `WatchdogError` where ledger or bus cannot be reached, or
+    where a unit that is owed a start could not be given it."""
+    path = settings.state_dir / LEDGER_NAME
     systemd = Systemd()
     systemd.open()
     try:
         if _comes_back(systemd):
             return ["The daemon runs or comes back by itself, and finishes what it began."]
-        return [hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()] or ["Nothing is held."]
+        ledger = Ledger.open(path)
+        try:
+            said = [hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()]
+        finally:
+            ledger.close()
     finally:
         systemd.close()
-        ledger.close()
+    return said or ["Nothing is held."]
 
 
 def _comes_back(systemd: Systemd) -> bool:
@@ -48,13 +48,13 @@ def _comes_back(systemd: Systemd) -> bool:
 
 
 def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd) -> str:
-    if not owes_a_start(ledger.intents(incident.id)):
+    """Gives one unit its start, if it is owed one, and closes the incident where we stopped in the middle of it."""
+    intents = ledger.intents(incident.id)
+    if not owes_a_start(intents):
         return f"{incident.unit}: nothing is owed for incident {incident.id}."
-    try:
-        started = start_if_down(systemd, incident.unit)
-    except WatchdogError as error:
-        return f"{incident.unit}: could not be started: {error}"
-    reason = "started by hand-back, because the watchdog ended in the middle" if started else "it runs already"
+    undo_unloaded(systemd, ledger, incident.unit, ledger.path.parent / FOLDER)
+    started = start_if_down(systemd, incident.unit)
+    reason = "started, because the watchdog ended in the middle" if started else "it runs already"
     closed = ledger.close_incident(incident, Outcome.YIELDED, f"Handed back: {reason}.")
     alerts.send(alerts.closed(closed))
     return f"{incident.unit}: {closed.reason}"
@@ -62,6 +62,7 @@ def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd) -> str:
 
 def start_if_down(systemd: Systemd, unit: str) -> bool:
     """Starts a unit that is down with no job queued. A queued job is the operator's, and is left alone."""
+    systemd.ref(unit)  # one that is not enabled is forgotten between two calls otherwise
     snapshot = systemd.snapshot(unit)
     if not snapshot.ended or snapshot.job:
         return False

@@ -16,14 +16,14 @@ from sglang_watchdog.domain.errors import WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.incident import Incident
 from sglang_watchdog.domain.known_good import Ceiling, KnownGood, base_of
-from sglang_watchdog.domain.launch import Definition, Launch, Phase
-from sglang_watchdog.domain.speculation import Command
+from sglang_watchdog.domain.launch import Definition, Launch
+from sglang_watchdog.domain.speculation import Command, SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.host import unit_files
 from sglang_watchdog.host.model import model_digest
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
-from sglang_watchdog.recovery.policy import PROVES_A_CEILING, Budget, Facts, Plan, decide
+from sglang_watchdog.recovery.policy import DAY_S, Budget, Facts, Plan, decide, proves_a_ceiling
 from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
 
@@ -86,7 +86,7 @@ class Inquest:
                 loaded=launch.definition,
                 on_disk=unit_files.definition_on_disk(snapshot),
                 disk_changed=_disk_changed(snapshot),
-                intended=None if self._obstacle(snapshot) else unit_files.intended_config(snapshot, self.managed),
+                intended=self._intended(snapshot),
                 surprise_told=launch.surprise_told,
                 known_good=known_good[0].config if known_good else None,
                 has_ledger=True,
@@ -109,8 +109,8 @@ class Inquest:
 
     def learn(self, launch: LaunchWatch, diagnosis: Diagnosis) -> None:
         """What the end teaches of the config that ran: a ceiling, and a known-good that is none any more."""
-        if diagnosis.failure not in PROVES_A_CEILING or launch.timeline.reached(Phase.READY):
-            return  # a pool that ran full while serving is the traffic's doing, not the config's alone
+        if not proves_a_ceiling(diagnosis) or launch.gpu_before is None:
+            return  # what was on the cards before is part of the proof
         base, now = self.base(launch), self._parts.clock.now()
         ledger = self._parts.ledger
         ledger.save_ceiling(Ceiling(self._unit, base, launch.config, diagnosis.failure, launch.invocation, now))
@@ -119,16 +119,23 @@ class Inquest:
                 ledger.demote(good, f"{diagnosis.failure} in launch {launch.invocation}")
 
     async def plan(self, launch: LaunchWatch, snapshot: UnitSnapshot, diagnosis: Diagnosis, incident: Incident) -> Plan:
-        base = self.base(launch)
-        history = self._parts.ledger.incidents(self._unit)
+        base, now = self.base(launch), self._parts.clock.now()
+        ledger = self._parts.ledger
+        known_good = tuple(ledger.known_good(self._unit, base))
+        if not known_good and not self._cards.uuids and ledger.any_known_good(self._unit):
+            return Plan(
+                "The cards cannot be read, so what was proven cannot be compared; systemd's own policy goes on."
+            )
+        history = ledger.incidents(self._unit)
         return decide(
             diagnosis,
             Facts(
-                now=self._parts.clock.now(),
+                now=now,
                 act=self._settings.act and self._parts.may_act,
                 running=launch.config,
-                known_good=tuple(self._parts.ledger.known_good(self._unit, base)),
-                ceilings=tuple(ceiling.config for ceiling in self._parts.ledger.ceilings(self._unit, base)),
+                known_good=known_good,
+                ceilings=tuple(ceiling.config for ceiling in ledger.ceilings(self._unit, base)),
+                starts=tuple(ledger.starts(self._unit, now - max(DAY_S, self._settings.rollback_window))),
                 history=tuple(past for past in history if past.id != incident.id),
                 budget=_budget(self._settings),
                 several_nodes=launch.several_nodes,
@@ -140,16 +147,25 @@ class Inquest:
         )
 
     def base(self, launch: LaunchWatch) -> str:
-        command = Command.parse(launch.raw_argv)
-        path = command.value("--model-path") or command.value("--model") or ""
+        if launch.identity is None and launch.raw_argv:
+            command = Command.parse(launch.raw_argv)
+            path = command.value("--model-path") or command.value("--model") or ""
+            launch.identity = model_digest(path), launch.version
+        digest, version = launch.identity or ("", "")
         return base_of(
-            launch.raw_argv,
+            launch.argv,
             self.managed,
-            version=launch.version,
+            version=version,
             driver=self._cards.driver,
             gpus=self._cards.uuids,
-            model_digest=model_digest(path),
+            model_digest=digest,
         )
+
+    def _intended(self, snapshot: UnitSnapshot) -> SpeculationConfig | None:
+        """What the files ask for; None where they cannot tell, or where an override of ours is not loaded yet: that is
+        no definition anybody believed in."""
+        unloaded = snapshot.need_daemon_reload and self._parts.ledger.override(self._unit) is not None
+        return None if unloaded or self._obstacle(snapshot) else unit_files.intended_config(snapshot, self.managed)
 
     def _held_when_proven(self, known_good: list[KnownGood]) -> dict[int, int] | None:
         proof = self._parts.ledger.launch(known_good[0].invocation) if known_good else None

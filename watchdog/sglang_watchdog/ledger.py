@@ -4,6 +4,7 @@ WAL with synchronous=FULL: what was recorded before an action is there after a p
 JSON of the domain's dataclasses, and the columns beside them are what is searched for.
 """
 
+import os
 import sqlite3
 import time
 import uuid
@@ -13,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from sglang_watchdog.domain.errors import LedgerError
 from sglang_watchdog.domain.failure import FailureClass
@@ -43,6 +44,16 @@ CREATE TABLE ceilings (
     PRIMARY KEY (unit, base, config)) STRICT;
 CREATE TABLE overrides (unit TEXT PRIMARY KEY, since REAL NOT NULL, replaced TEXT, target TEXT NOT NULL) STRICT;
 """
+_NEWEST_INCIDENTS = "SELECT id FROM incidents WHERE unit=:unit ORDER BY opened DESC LIMIT :keep"
+_OLD_INCIDENTS = f"unit=:unit AND outcome<>:open AND id NOT IN ({_NEWEST_INCIDENTS})"
+_PRUNE = (
+    f"DELETE FROM intents WHERE incident IN (SELECT id FROM incidents WHERE {_OLD_INCIDENTS})",
+    f"DELETE FROM incidents WHERE {_OLD_INCIDENTS}",
+    "DELETE FROM launches WHERE unit=:unit AND invocation NOT IN ("
+    "SELECT invocation FROM (SELECT invocation FROM launches WHERE unit=:unit ORDER BY started DESC LIMIT :keep) "
+    "UNION SELECT json_extract(record, '$.invocation') FROM incidents WHERE unit=:unit AND outcome=:open "
+    "UNION SELECT json_extract(record, '$.invocation') FROM known_good WHERE unit=:unit)",
+)
 T = TypeVar("T")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
     kind: TypeAdapter(kind) for kind in (Launch, Incident, KnownGood, Ceiling, SpeculationConfig)
@@ -64,7 +75,7 @@ class Ledger:
             ledger = cls(db, path)
             ledger._prepare(read_only=read_only)
         except sqlite3.Error as error:
-            raise LedgerError(f"the ledger {path} cannot be opened: {error}") from error
+            raise LedgerError(f"the ledger {path} cannot be opened: {_why_not(path, error)}") from error
         return ledger
 
     @classmethod
@@ -106,14 +117,23 @@ class Ledger:
 
     def launch(self, invocation: str) -> Launch | None:
         rows = self._rows("SELECT record FROM launches WHERE invocation=?", (invocation,))
-        return _loaded(Launch, rows[0][0]) if rows else None
+        return self._loaded(Launch, "launches", rows[0][0]) if rows else None
+
+    def forget_end(self, invocation: str) -> None:
+        """The launch is taken as one that runs, so that its end is diagnosed again. Nothing where there is none."""
+        launch = self.launch(invocation)
+        if launch is not None:
+            self._write(
+                "UPDATE launches SET ended=NULL, failure=NULL, record=? WHERE invocation=?",
+                (_dumped(Launch, replace(launch, ended=None)), invocation),
+            )
 
     def launches(self, unit: str, limit: int = 50) -> list[tuple[Launch, FailureClass | None]]:
         """Newest first."""
         rows = self._rows(
             "SELECT record, failure FROM launches WHERE unit=? ORDER BY started DESC LIMIT ?", (unit, limit)
         )
-        return [(_loaded(Launch, record), FailureClass(failure) if failure else None) for record, failure in rows]
+        return [(self._loaded(Launch, "launches", record), self._failure(failure)) for record, failure in rows]
 
     # Incidents and intents
 
@@ -147,11 +167,11 @@ class Ledger:
         rows = self._rows(
             "SELECT record FROM incidents WHERE ?1 IS NULL OR unit=?1 ORDER BY opened DESC LIMIT ?2", (unit, limit)
         )
-        return [_loaded(Incident, row[0]) for row in rows]
+        return [self._loaded(Incident, "incidents", row[0]) for row in rows]
 
     def open_incidents(self) -> list[Incident]:
         rows = self._rows("SELECT record FROM incidents WHERE outcome=? ORDER BY opened", (Outcome.OPEN,))
-        return [_loaded(Incident, row[0]) for row in rows]
+        return [self._loaded(Incident, "incidents", row[0]) for row in rows]
 
     def begin(self, incident: str, step: Step) -> int:
         """Records a step before it is taken. An intent that is never finished (we were killed) stays open, which is
@@ -177,7 +197,17 @@ class Ledger:
         rows = self._rows(
             "SELECT id, incident, step, begun, finished, outcome FROM intents WHERE incident=? ORDER BY id", (incident,)
         )
-        return [Intent(row[0], row[1], Step(row[2]), *row[3:]) for row in rows]
+        with self._understood("intents"):
+            return [Intent(row[0], row[1], Step(row[2]), *row[3:]) for row in rows]
+
+    def starts(self, unit: str, since: float) -> list[float]:
+        """When we began to start the unit, from `since` on, whatever came of it. Unix seconds, newest first."""
+        rows = self._rows(
+            "SELECT begun FROM intents JOIN incidents ON incidents.id=intents.incident "
+            "WHERE unit=? AND step=? AND begun>=? ORDER BY begun DESC",
+            (unit, Step.START, since),
+        )
+        return [row[0] for row in rows]
 
     # What is proven
 
@@ -192,7 +222,11 @@ class Ledger:
         rows = self._rows(
             "SELECT record FROM known_good WHERE unit=? AND base=? AND demoted='' ORDER BY proven DESC", (unit, base)
         )
-        return [_loaded(KnownGood, row[0]) for row in rows]
+        return [self._loaded(KnownGood, "known_good", row[0]) for row in rows]
+
+    def any_known_good(self, unit: str) -> bool:
+        """Whether anything was ever proven of the unit and not demoted, on whatever base."""
+        return bool(self._rows("SELECT 1 FROM known_good WHERE unit=? AND demoted='' LIMIT 1", (unit,)))
 
     def demote(self, good: KnownGood, reason: str) -> None:
         self._write(
@@ -208,7 +242,7 @@ class Ledger:
 
     def ceilings(self, unit: str, base: str) -> list[Ceiling]:
         rows = self._rows("SELECT record FROM ceilings WHERE unit=? AND base=? ORDER BY seen DESC", (unit, base))
-        return [_loaded(Ceiling, row[0]) for row in rows]
+        return [self._loaded(Ceiling, "ceilings", row[0]) for row in rows]
 
     def save_override(self, unit: str, replaced: SpeculationConfig | None, target: SpeculationConfig) -> None:
         """`replaced` is what the operator's own definition asked for (None where that cannot be known)."""
@@ -223,12 +257,43 @@ class Ledger:
         if not rows:
             return None
         replaced, target = rows[0]
-        return _loaded(SpeculationConfig, replaced) if replaced else None, _loaded(SpeculationConfig, target)
+        before = self._loaded(SpeculationConfig, "overrides", replaced) if replaced else None
+        return before, self._loaded(SpeculationConfig, "overrides", target)
 
     def forget_override(self, unit: str) -> None:
         self._write("DELETE FROM overrides WHERE unit=?", (unit,))
 
     # The file
+
+    def prune(self, unit: str, keep: int = 1000) -> None:
+        """Forgets the unit's launches and incidents (with their intents) but for the newest `keep` of each.
+
+        What is still needed stays at any age: an open incident and its launch, and a launch that proved a config."""
+        try:
+            with self._transaction():
+                for statement in _PRUNE:
+                    self._db.execute(statement, {"unit": unit, "keep": keep, "open": Outcome.OPEN})
+        except sqlite3.Error as error:
+            raise LedgerError(f"the ledger {self.path} cannot be written: {error}") from error
+
+    def _loaded(self, kind: type[T], table: str, text: str) -> T:
+        with self._understood(table):
+            value: T = _ADAPTERS[kind].validate_json(text)
+            return value
+
+    def _failure(self, name: str | None) -> FailureClass | None:
+        with self._understood("launches"):
+            return FailureClass(name) if name else None
+
+    @contextmanager
+    def _understood(self, table: str) -> Iterator[None]:
+        """A row that says nothing to us was edited by hand, or written by a version that knows more words."""
+        try:
+            yield
+        except ValueError as error:
+            raise LedgerError(
+                f"the ledger {self.path} cannot be read: a row of its table {table} is not understood ({_first(error)})"
+            ) from error
 
     def _rows(self, sql: str, parameters: tuple[object, ...]) -> list[Any]:
         try:
@@ -247,19 +312,30 @@ class Ledger:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except sqlite3.Error:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite itself rolls back where the disk is full
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
 
 def _dumped(kind: type[T], value: T) -> str:
     return _ADAPTERS[kind].dump_json(value).decode()
 
 
-def _loaded(kind: type[T], text: str) -> T:
-    value: T = _ADAPTERS[kind].validate_json(text)
-    return value
+def _first(error: ValueError) -> str:
+    """What is wrong first, in one line: pydantic's own text has several for each error."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    details = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join(filter(None, (".".join(map(str, details["loc"])), details["msg"])))
+
+
+def _why_not(path: Path, error: sqlite3.Error) -> str:
+    """SQLite says "unable to open database file" for everything."""
+    if os.geteuid() != 0 and not os.access(path, os.R_OK | os.W_OK):
+        return "permission denied; it is root's alone: run this as root"
+    return str(error)
 
 
 def _key(config: SpeculationConfig) -> str:

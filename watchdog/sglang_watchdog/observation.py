@@ -4,6 +4,9 @@ It only looks. Everything that a diagnosis needs later is gathered while it can 
 command line, and a dead child no place in the cgroup.
 """
 
+import re
+from collections.abc import Sequence
+
 from sglang_watchdog.diagnosis.case import HeldMemory
 from sglang_watchdog.diagnosis.timeline import Timeline, TimelineReader
 from sglang_watchdog.domain.gpu import GpuReading
@@ -16,8 +19,11 @@ from sglang_watchdog.host import processes
 from sglang_watchdog.host.journal import Journal
 from sglang_watchdog.host.model import sglang_version
 
-# Between fork and exec the main process carries the name of the command in parentheses (systemd's own doing).
-_NOT_YET_EXECUTED = "("
+# Before it executes the command, the main process is systemd's own: under the command's name in parentheses (252), or
+# as systemd-executor (from 255 on).
+_NOT_YET_EXECUTED = re.compile(r"\(.*\)|.*/systemd-executor")
+# Children that come and go (compilers, say) are dropped again beyond this many.
+_MOST_PROCESSES = 512
 # The launch's first journal entry (`Starting …`) is written a moment before the process is started.
 _BEFORE_START_S = 5.0
 
@@ -30,9 +36,12 @@ class LaunchWatch:
     ) -> None:
         self.unit = snapshot.name
         self.invocation = snapshot.invocation
+        self.restarts = snapshot.restarts  # systemd's count of automatic restarts, of which this launch may be one
         self.started = snapshot.inactive_exit or snapshot.exec_main_started
         self.definition = known.definition if known else definition
-        self.raw_argv: tuple[str, ...] = ()
+        self.raw_argv = known.argv if known else ()
+        self.identity: tuple[str, str] | None = None  # of model and release, once it is known (see Inquest.base)
+        self.holds_bytes = 0  # GPU memory of its own, when the cards were last read
         self.gpu_before: GpuReading | None = known.gpu_before if known else None
         self.held_before: tuple[HeldMemory, ...] = ()
         self.ended: float | None = None
@@ -76,9 +85,7 @@ class LaunchWatch:
         return self._main_exit_seen
 
     async def pull(self, journal: Journal) -> None:
-        self._cursor = await journal.pull(
-            self.invocation, self._feed, since=self.started - _BEFORE_START_S, cursor=self._cursor
-        )
+        await journal.pull(self.invocation, self._feed, since=self.started - _BEFORE_START_S, cursor=self._cursor)
 
     def see_processes(self, snapshot: UnitSnapshot) -> None:
         """Records who is in the unit's cgroup now, and the main process's command once it is executed."""
@@ -86,7 +93,7 @@ class LaunchWatch:
             return
         if snapshot.main_pid:
             argv = processes.command_line(snapshot.main_pid)
-            if argv and not argv[0].startswith(_NOT_YET_EXECUTED):
+            if is_executed(argv):
                 self.raw_argv = argv
         if not snapshot.control_group:
             return
@@ -94,6 +101,8 @@ class LaunchWatch:
         for process in processes.cgroup_processes(snapshot.control_group):
             if process not in self._processes:
                 self._processes[process] = RecordedProcess(process, processes.name(process.pid), phase)
+        if len(self._processes) > _MOST_PROCESSES:
+            self._processes = {one: seen for one, seen in self._processes.items() if processes.lives(one)}
 
     def record(self) -> Launch:
         """The launch as the ledger keeps it, secrets removed."""
@@ -103,7 +112,7 @@ class LaunchWatch:
             self.invocation,
             self.started,
             boot_id=processes.boot_id(),
-            argv=redact_argv(self.raw_argv),
+            argv=self.argv,
             server_args=timeline.server_args,
             version=self.version,
             definition=self.definition,
@@ -114,7 +123,18 @@ class LaunchWatch:
             ended=self.ended,
         )
 
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command that really ran, secrets removed."""
+        return redact_argv(self.raw_argv)
+
     def _feed(self, entry: JournalEntry) -> None:
+        self._cursor = entry.cursor or self._cursor  # kept here: a pull that is cut off goes on from where it was
         if entry.invocation == self.invocation and entry.message_id == MessageId.PROCESS_EXIT:
             self._main_exit_seen = True
         self._reader.feed(entry)
+
+
+def is_executed(argv: Sequence[str]) -> bool:
+    """Whether a main process runs its own command by now."""
+    return bool(argv) and not _NOT_YET_EXECUTED.fullmatch(argv[0])

@@ -1,16 +1,21 @@
 """Our override of one unit: put in force in an incident, and withdrawn as soon as the operator changes the flags."""
 
-from sglang_watchdog.domain.errors import UnusableInput
+from pathlib import Path
+
+from sglang_watchdog.domain.errors import WatchdogError
+from sglang_watchdog.domain.secrets import redact_text
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import override, systemctl
+from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.host.override import OverrideKind
-from sglang_watchdog.host.unit_files import operator_config
+from sglang_watchdog.host.unit_files import drop_in_of, operator_config
+from sglang_watchdog.ledger import Ledger
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.recovery.executor import StepFailed
 from sglang_watchdog.settings import UnitSettings
 
-_FOLDER = "overrides"
+FOLDER = "overrides"
 
 
 class Overriding:
@@ -20,7 +25,7 @@ class Overriding:
         self._unit = unit
         self._managed = frozenset[str](settings.managed_flags)
         self._parts = parts
-        self._folder = parts.state_dir / _FOLDER
+        self._folder = parts.state_dir / FOLDER
         self._reload_due = False
 
     def obstacle(self, snapshot: UnitSnapshot) -> str:
@@ -36,14 +41,14 @@ class Overriding:
             self._reload_due = override.put_in_force(written)
             if written.kind is OverrideKind.DROP_IN:
                 await self._refuse_broken()
-        except UnusableInput as error:
-            raise StepFailed(str(error)) from error
+        except WatchdogError:
+            self._withdraw()
+            raise
         return f"{config.describe()} is put in force by {written.path}"
 
     async def _refuse_broken(self) -> None:
         if problem := await override.verify(self._unit):
-            self._withdraw()
-            raise StepFailed(f"systemd-analyze verify refuses the unit with our override: {problem}")
+            raise StepFailed(f"systemd-analyze verify refuses the unit with our override: {redact_text(problem)}")
 
     async def reload(self) -> str:
         """daemon-reload, only where our own file needs it: it loads every half-edited unit of the host as well, so
@@ -54,6 +59,10 @@ class Overriding:
         await systemctl.daemon_reload()
         self._reload_due = False
         return "systemd was reloaded" + (f"; that loaded edits of {', '.join(others)} as well" if others else "")
+
+    def undo_unloaded(self) -> None:
+        """Takes away what was written and is not in force, where a recovery ends before its reload."""
+        undo_unloaded(self._parts.systemd, self._parts.ledger, self._unit, self._folder)
 
     async def follow_operator(self, snapshot: UnitSnapshot) -> str:
         """What the operator changed since our override was written, followed, in one sentence; empty where nothing was.
@@ -88,3 +97,11 @@ class Overriding:
 
     def _operators(self, snapshot: UnitSnapshot) -> SpeculationConfig | None:
         return operator_config(snapshot, self._managed, self._folder)
+
+
+def undo_unloaded(systemd: Systemd, ledger: Ledger, unit: str, folder: Path) -> None:
+    """A drop-in of ours that systemd has not loaded would make every later start look like a stale definition."""
+    drop_in = drop_in_of(unit)
+    if drop_in.exists() and str(drop_in) not in systemd.snapshot(unit).drop_ins:
+        override.withdraw(unit, folder)
+        ledger.forget_override(unit)

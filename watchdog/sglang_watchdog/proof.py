@@ -5,7 +5,8 @@ cgroup: another server on the same port can answer as well. A degraded start is 
 """
 
 from enum import StrEnum
-from pathlib import Path
+
+import structlog
 
 from sglang_watchdog.domain.speculation import Command
 from sglang_watchdog.domain.unit import UnitSnapshot
@@ -14,6 +15,8 @@ from sglang_watchdog.host.server import HealthState, Server, address_of
 from sglang_watchdog.settings import UnitSettings
 
 PROBE_DEADLINE_S = 30.0
+_RETRY_S = 60.0  # between two probes that generate on a server that serves
+log = structlog.get_logger()
 
 
 class Standing(StrEnum):
@@ -35,6 +38,7 @@ class Proof:
         self._soak = settings.soak
         self.standing = Standing.NOT_READY
         self.serving_since = 0.0
+        self._next_probe = 0.0
 
     @property
     def serving(self) -> bool:
@@ -44,8 +48,14 @@ class Proof:
     def settled(self) -> bool:
         return self.standing in (Standing.PROVEN, Standing.REFUSED)
 
-    async def generates(self, snapshot: UnitSnapshot) -> bool:
-        """Whether tokens came from the unit's own process, just now."""
+    def due(self, now: float) -> bool:
+        """Whether a probe is to be sent: until it serves, and once more when it has soaked."""
+        soaked = self.standing is Standing.SERVING and now - self.serving_since >= self._soak
+        return now >= self._next_probe and (soaked or self.standing is Standing.NOT_READY)
+
+    async def generates(self, snapshot: UnitSnapshot, now: float) -> bool:
+        """Whether tokens came from the unit's own process, just now. One that serves is not asked again at once."""
+        self._next_probe = now + (_RETRY_S if self.serving else 0.0)
         if not processes.cgroup_listens(snapshot.control_group, self._port):
             return False
         if await self._server.health(PROBE_DEADLINE_S) is not HealthState.UP:
@@ -63,12 +73,12 @@ class Proof:
     def proven(self) -> None:
         self.standing = Standing.PROVEN
 
-    def soaked(self, now: float) -> bool:
-        return self.standing is Standing.SERVING and now - self.serving_since >= self._soak
-
 
 def _api_key(argv: tuple[str, ...], settings: UnitSettings) -> str:
     """The key that probes need: from the operator's file, else the one that the server itself was started with."""
     if settings.api_key_file:
-        return Path(settings.api_key_file).read_text().strip()
+        try:
+            return settings.api_key_file.read_text().strip()
+        except OSError as error:
+            log.error("the key for probes cannot be read", file=str(settings.api_key_file), error=error.strerror)
     return Command.parse(argv).value("--api-key") or ""

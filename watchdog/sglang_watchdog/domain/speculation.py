@@ -94,6 +94,10 @@ class SpeculationConfig:
         """Equal in effect: a draft-token count that follows from the steps does not count."""
         return self._effective() == other._effective()
 
+    def without_speculation(self) -> "SpeculationConfig":
+        """The other managed flags alone."""
+        return SpeculationConfig(tuple(flag for flag in self.flags if not flag[0].startswith(SPECULATIVE_PREFIX)))
+
     def describe(self) -> str:
         """A few words for a person: `steps 4`, `no speculation`, and the other managed flags."""
         kind = (

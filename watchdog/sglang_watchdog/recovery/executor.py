@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from sglang_watchdog.domain.errors import BusError, JobRefused, WatchdogError
+from sglang_watchdog.domain.errors import BusError, BusLost, JobRefused, LedgerError, WatchdogError
 from sglang_watchdog.domain.incident import Incident, Step
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
@@ -32,7 +32,9 @@ class Yielded(WatchdogError):
 
 
 class StepFailed(WatchdogError):
-    """A step did not reach its result within its deadline."""
+    """A step did not reach its result. `step` is set by the executor."""
+
+    step: Step | None = None
 
 
 @dataclass(slots=True)
@@ -65,28 +67,39 @@ class OwnJobs:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one recovery works on. `doomed(snapshot)`: the launch that runs now has the config that just failed."""
+    """What one recovery works on. `doomed(snapshot)`: systemd's automatic restart runs again what has just failed.
+    `stopped_by_us`: an earlier daemon had begun to hold the unit."""
 
     incident: Incident
     doomed: Callable[[UnitSnapshot], bool]
     free: Callable[[], Awaitable[str]]
     put_in_force: Callable[[SpeculationConfig], Awaitable[str]]
     reload: Callable[[], Awaitable[str]]
+    stopped_by_us: bool = False
 
 
 class Executor:
-    """Executes plans for one unit. Raises `Yielded` or `StepFailed`; returns when only VERIFY is left."""
+    """Executes plans for one unit. Raises `Yielded`, `StepFailed`, and what means that nothing can be done any more
+    (`BusLost`, `LedgerError`); returns when only VERIFY is left. `progress` is called while a step waits."""
 
-    def __init__(self, unit: str, systemd: Systemd, ledger: Ledger, metrics: Metrics, jobs: OwnJobs) -> None:
+    def __init__(
+        self,
+        unit: str,
+        systemd: Systemd,
+        ledger: Ledger,
+        metrics: Metrics,
+        jobs: OwnJobs,
+        progress: Callable[[], None],
+    ) -> None:
         self._unit = unit
         self._systemd = systemd
         self._ledger = ledger
         self._metrics = metrics
         self._jobs = jobs
+        self._progress = progress
         self.brought_down: set[str] = set()  # invocations that ended by our own hand
 
     async def execute(self, task: Task) -> None:
-        self._jobs.forget()  # the job that ended the launch, if one did
         for step in task.incident.steps:
             if step is Step.VERIFY:
                 return
@@ -96,10 +109,22 @@ class Executor:
                 self._ledger.intent(task.incident.id, step),
                 self._metrics.step_seconds.labels(self._unit, step).time(),
             ):
-                sentence = await self._do(step, task)
+                sentence = await self._attempt(step, task)
             log.info("step done", unit=self._unit, incident=task.incident.id, step=str(step), result=sentence)
             if sentence:
                 alerts.send(alerts.action(task.incident, step, sentence))
+
+    async def _attempt(self, step: Step, task: Task) -> str:
+        """Whatever keeps a step from its result is that step's failure, so that no error of the outside world leaves a
+        unit held with nobody to speak for it."""
+        try:
+            return await self._do(step, task)
+        except (Yielded, BusLost, LedgerError):
+            raise
+        except WatchdogError as error:
+            failed = error if isinstance(error, StepFailed) else StepFailed(f"{step}: {error}")
+            failed.step = step
+            raise failed from error
 
     async def _do(self, step: Step, task: Task) -> str:
         match step:
@@ -121,6 +146,8 @@ class Executor:
         if self._jobs.foreign:
             raise Yielded(f"somebody queued a job on the unit before the step {step}: the operator wins")
         snapshot = self._systemd.snapshot(self._unit)
+        if not snapshot.loaded:
+            raise Yielded(f"the unit is {snapshot.load_state} before the step {step}")
         if snapshot.job and snapshot.job not in self._jobs.ours:
             raise Yielded(f"a {snapshot.job_type} job that is not ours is queued before the step {step}")
         if not snapshot.ended:
@@ -129,16 +156,19 @@ class Executor:
     async def _hold(self, task: Task) -> str:
         deadline = asyncio.get_running_loop().time() + HOLD_DEADLINE_S
         done = ""
+        stopped = task.stopped_by_us
         while True:
+            self._progress()
             snapshot = self._systemd.snapshot(self._unit)
-            match next_move(snapshot, task.incident.invocation, doomed=task.doomed(snapshot)):
+            match next_move(snapshot, task.incident.invocation, doomed=task.doomed(snapshot), stopped_by_us=stopped):
                 case HoldMove.HELD:
                     self._jobs.forget()
                     return done
                 case HoldMove.YIELD:
-                    raise Yielded(f"the unit is {snapshot.active_state} by somebody else's hand")
+                    raise Yielded(f"the unit is {_in_words(snapshot)} by somebody else's hand")
                 case HoldMove.STOP:
                     done = self._stop() or done
+                    stopped = stopped or bool(done)
                 case HoldMove.KILL:
                     done = self._bring_down(snapshot)
                 case HoldMove.WAIT:
@@ -169,3 +199,8 @@ class Executor:
         except JobRefused as error:
             raise Yielded(f"the start was refused, because somebody else's job is queued: {error}") from error
         return "the unit is started"
+
+
+def _in_words(snapshot: UnitSnapshot) -> str:
+    job = f", with a {snapshot.job_type} job queued," if snapshot.job_type else ""
+    return f"{snapshot.active_state}{job}"

@@ -8,29 +8,33 @@ from enum import StrEnum
 
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 
+_THEIR_JOBS = frozenset({"stop", "restart", "try-restart", "reload-or-start"})
+
 
 class HoldMove(StrEnum):
     """What one reading of the unit asks for."""
 
     HELD = "held"  # it is down and nothing will start it
     STOP = "stop"  # in auto-restart: a stop ends that at once, no process is involved
-    KILL = "kill"  # it was started again with the config that just failed: bring it down
+    KILL = "kill"  # systemd started again what had just failed: bring it down
     WAIT = "wait"  # on its way down, or systemd's restart job is about to run
     YIELD = "yield"  # the operator's business
 
 
-def next_move(unit: UnitSnapshot, failed_invocation: str, *, doomed: bool) -> HoldMove:
-    """`failed_invocation` is the launch that was diagnosed; `doomed`: the launch that runs now has the same config and
-    does not serve yet."""
+def next_move(unit: UnitSnapshot, failed_invocation: str, *, doomed: bool, stopped_by_us: bool) -> HoldMove:
+    """`failed_invocation` is the launch that was diagnosed; `doomed`: systemd's own automatic restart runs the same
+    command again. A unit that failed is not `inactive` by itself: somebody stopped it, and `stopped_by_us` says who."""
     if unit.in_auto_restart:
         return HoldMove.WAIT if unit.job else HoldMove.STOP
     match unit.active_state:
-        case ActiveState.INACTIVE | ActiveState.FAILED:
+        case ActiveState.FAILED:
             return HoldMove.YIELD if unit.job else HoldMove.HELD
+        case ActiveState.INACTIVE:
+            return HoldMove.HELD if stopped_by_us and not unit.job else HoldMove.YIELD
         case ActiveState.DEACTIVATING:
-            return HoldMove.WAIT
+            return HoldMove.YIELD if unit.job_type in _THEIR_JOBS and not stopped_by_us else HoldMove.WAIT
         case ActiveState.ACTIVE | ActiveState.ACTIVATING:
-            if unit.job_type == "stop":
+            if unit.job_type in _THEIR_JOBS:
                 return HoldMove.YIELD
             if unit.invocation == failed_invocation:
                 return HoldMove.WAIT

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
 from sglang_watchdog.domain.incident import Incident, Outcome, Step
 from sglang_watchdog.domain.known_good import KnownGood
+from sglang_watchdog.domain.launch import Phase
 from sglang_watchdog.domain.speculation import SpeculationConfig
 
 DAY_S = 86400.0
@@ -28,8 +29,10 @@ CURABLE = frozenset(
         FailureClass.MISSING_DEPENDENCY,  # of a draft model
     }
 )
-# Of these one occurrence on clean cards proves that the config does not fit: the same start would fail again.
+# Of these one occurrence on clean cards proves that the config does not fit: the same start would fail again. A pool
+# that ran full while the server served is the traffic's doing.
 PROVES_A_CEILING = frozenset({FailureClass.KV_CACHE_OOM, FailureClass.CUDA_GRAPH_OOM})
+_SERVED = frozenset({Phase.READY, Phase.SERVING, Phase.STOPPING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Facts:
     known_good: tuple[KnownGood, ...] = ()
     ceilings: tuple[SpeculationConfig, ...] = ()
     history: tuple[Incident, ...] = ()
+    starts: tuple[float, ...] = ()  # when the watchdog began to start the unit (Unix seconds), of the last day at least
     budget: Budget = Budget(rollbacks=3, window=3600, per_day=6, cool_down=0)
     several_nodes: bool = False
     operator_stopped: bool = False
@@ -81,10 +85,15 @@ def decide(diagnosis: Diagnosis, facts: Facts) -> Plan:
             return _after_held_memory(diagnosis, facts)
         case failure if failure in CURABLE and diagnosis.rollback_helps:
             return _roll_back(facts)
-        case failure if failure in PROVES_A_CEILING:
+        case _ if proves_a_ceiling(diagnosis):
             return _next_rung_or_hold(diagnosis, facts)
         case failure:
             return Plan(f"{failure} is not cured by another speculation config; systemd's own restart policy goes on.")
+
+
+def proves_a_ceiling(diagnosis: Diagnosis) -> bool:
+    """Whether the config is proven not to fit: it ran out of memory while it started."""
+    return diagnosis.failure in PROVES_A_CEILING and diagnosis.phase not in _SERVED
 
 
 def _barred(diagnosis: Diagnosis, facts: Facts) -> str:
@@ -127,7 +136,8 @@ def _freed_before(facts: Facts) -> bool:
         last is not None
         and last.failure is FailureClass.GPU_MEMORY_HELD
         and Step.FREE in last.steps
-        and last.outcome is not Outcome.RECOVERED
+        and last.outcome is Outcome.FAILED
+        and facts.now - last.opened < facts.budget.window
     )
 
 
@@ -160,7 +170,7 @@ def _target(facts: Facts) -> SpeculationConfig | None:
     for good in facts.known_good:
         if _may_try(good.config, facts):
             return good.config
-    nothing = SpeculationConfig()
+    nothing = facts.running.without_speculation()
     return nothing if facts.allow_no_speculation and _may_try(nothing, facts) else None
 
 
@@ -169,7 +179,7 @@ def _may_try(config: SpeculationConfig, facts: Facts) -> bool:
 
 
 def _spent(facts: Facts) -> str:
-    done = [incident.opened for incident in facts.history if Step.START in incident.steps]
+    done = facts.starts
     if _since(done, facts.now - facts.budget.window) >= facts.budget.rollbacks:
         return f"{facts.budget.rollbacks} recoveries in {facts.budget.window / 60:.0f} minutes are used up"
     if _since(done, facts.now - DAY_S) >= facts.budget.per_day:

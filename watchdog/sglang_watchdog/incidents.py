@@ -1,0 +1,278 @@
+"""The incidents of one unit, from an ended launch to an outcome: recorded, planned, carried out, verified, closed.
+
+An incident never stays open by accident: whatever ends a recovery (the operator, a failed step, a lost ledger, our own
+end) closes it or leaves it to the next start of the daemon, which finishes it or hands the unit back.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from sglang_watchdog.cards import Cards
+from sglang_watchdog.domain.errors import BusLost, LedgerError
+from sglang_watchdog.domain.failure import Diagnosis, FailureClass
+from sglang_watchdog.domain.gpu import GpuReading
+from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
+from sglang_watchdog.domain.launch import Phase
+from sglang_watchdog.domain.secrets import redact_argv
+from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.hand_back import hand_back, start_if_down
+from sglang_watchdog.host import processes
+from sglang_watchdog.inquest import Inquest
+from sglang_watchdog.observation import LaunchWatch, is_executed
+from sglang_watchdog.overriding import Overriding
+from sglang_watchdog.parts import Parts
+from sglang_watchdog.recovery.executor import Executor, OwnJobs, StepFailed, Task, Yielded
+from sglang_watchdog.reporting import alerts
+from sglang_watchdog.reporting.metrics import Sense
+from sglang_watchdog.settings import UnitSettings
+
+# A start job that was accepted brings a launch at once, or none at all (a failed condition or dependency).
+_NO_LAUNCH_AFTER_S = 10.0
+_ASKED_FOR = frozenset({FailureClass.REQUESTED_STOP, FailureClass.STOP_TIMEOUT_SIGKILL})
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The last step of a recovery, which lasts for as long as the server loads."""
+
+    incident: Incident
+    intent: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What is known of the launch that failed: its command (secrets removed), and systemd's count of restarts then."""
+
+    argv: tuple[str, ...]
+    restarts: int
+    gpu_before: GpuReading | None
+
+
+class Incidents:
+    """Of one unit. `progress` is called while something long goes on."""
+
+    def __init__(
+        self,
+        unit: str,
+        settings: UnitSettings,
+        parts: Parts,
+        cards: Cards,
+        inquest: Inquest,
+        overriding: Overriding,
+        progress: Callable[[], None],
+    ) -> None:
+        self._unit = unit
+        self._settings = settings
+        self._parts = parts
+        self._cards = cards
+        self._inquest = inquest
+        self._overriding = overriding
+        self.jobs = OwnJobs()
+        self._executor = Executor(unit, parts.systemd, parts.ledger, parts.metrics, self.jobs, progress)
+        self.verifying: Verification | None = None
+
+    # What an earlier daemon left
+
+    async def resume(self, snapshot: UnitSnapshot) -> None:
+        """Finishes a recovery that had begun, where the unit is as it was left; never touches a launch that runs."""
+        for incident in self._parts.ledger.open_incidents():
+            if incident.unit == self._unit:
+                await self._resume(incident, snapshot, self._parts.ledger.intents(incident.id))
+
+    async def _resume(self, incident: Incident, snapshot: UnitSnapshot, intents: list[Intent]) -> None:
+        begun = {intent.step for intent in intents}
+        same = snapshot.invocation == incident.invocation
+        if not begun:
+            self._undone(incident, diagnose_again=snapshot.ended and same)
+        elif not snapshot.ended:
+            if Step.START in begun:
+                self._await_tokens(incident)
+            else:
+                self._close(incident, Outcome.YIELDED, "The unit was started while the watchdog was away.")
+        elif Step.START in begun and not same:
+            self._close(incident, Outcome.FAILED, "What it started ended while the watchdog was away.")
+        elif Step.HOLD not in begun:
+            self._close(incident, Outcome.REPORTED, "The watchdog ended in the middle; nothing was held.")
+        else:
+            await self._take_up(incident, snapshot)
+
+    def _undone(self, incident: Incident, *, diagnose_again: bool) -> None:
+        self._close(incident, Outcome.REPORTED, "The watchdog ended before it acted.")
+        if diagnose_again:
+            self._parts.ledger.forget_end(incident.invocation)
+
+    async def _take_up(self, incident: Incident, snapshot: UnitSnapshot) -> None:
+        launch = self._parts.ledger.launch(incident.invocation)
+        if launch is None or not (self._settings.act and self._parts.may_act):
+            log.info("handed back", sentence=hand_back(incident, self._parts.ledger, self._parts.systemd))
+            return
+        log.info("resuming", unit=self._unit, incident=incident.id)
+        failed = Failed(launch.argv, snapshot.restarts, launch.gpu_before)
+        await self._recover(incident, failed, stopped_by_us=True)
+
+    # A launch that ended
+
+    async def ended(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> None:
+        """Diagnoses, reports, and does what the policy says."""
+        if launch.invocation in self._executor.brought_down:
+            self._parts.ledger.save_launch(launch.record())
+            return
+        diagnosis = self._inquest.diagnose(launch, snapshot)
+        self._parts.metrics.failures.labels(self._unit, diagnosis.failure).inc()
+        incident = self._recorded(launch, diagnosis)
+        alerts.send(alerts.launch_ended(self._unit, launch.invocation, diagnosis, incident.id if incident else ""))
+        log.info("launch ended", unit=self._unit, invocation=launch.invocation, failure=str(diagnosis.failure))
+        if incident is None:
+            return
+        if diagnosis.failure in _ASKED_FOR:
+            self._verified(Outcome.YIELDED, f"The operator stopped it: {diagnosis.failure}.")
+        else:
+            self._verified(Outcome.FAILED, f"The launch ended again: {diagnosis.failure}.")
+        self._inquest.learn(launch, diagnosis)
+        plan = await self._inquest.plan(launch, snapshot, diagnosis, incident)
+        incident = self._parts.ledger.plan_incident(incident, plan.steps, plan.target, plan.reason)
+        if not plan.steps:
+            self._close(incident, Outcome.REPORTED, plan.reason)
+            return
+        await self._recover(incident, Failed(launch.argv, launch.restarts, launch.gpu_before))
+
+    def _recorded(self, launch: LaunchWatch, diagnosis: Diagnosis) -> Incident | None:
+        """The incident of an end, in the ledger; None where that cannot be written, and then nothing is done."""
+        try:
+            self._parts.ledger.save_launch(launch.record(), diagnosis.failure)
+            incident = self._inquest.open_incident(launch, diagnosis)
+        except LedgerError as error:
+            log.error("observing only", unit=self._unit, error=str(error))
+            self._parts.metrics.sees(Sense.LEDGER, well=False)
+            return None
+        self._parts.metrics.sees(Sense.LEDGER, well=self._parts.may_act)
+        return incident
+
+    def surprise(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> None:
+        """A healthy server whose command is not what its definition says now: said, and left in peace."""
+        diagnosis = self._inquest.diagnose(launch, snapshot)
+        if diagnosis.failure is not FailureClass.STALE_UNIT_FILE:
+            return
+        launch.surprise_told = True
+        incident = self._inquest.open_incident(launch, diagnosis)
+        alerts.send(alerts.stale_definition(self._unit, launch.invocation, diagnosis, incident.id))
+        self._parts.metrics.failures.labels(self._unit, diagnosis.failure).inc()
+        self._close(incident, Outcome.REPORTED, "The server is healthy and is left alone.")
+
+    # The recovery
+
+    async def _recover(self, incident: Incident, failed: Failed, *, stopped_by_us: bool = False) -> None:
+        alerts.send(alerts.action(incident, "plan", incident.reason))
+        task = Task(
+            incident,
+            doomed=lambda snapshot: self._doomed(failed, snapshot),
+            free=lambda: self._cards.free(failed.gpu_before),
+            put_in_force=self._overriding.put_in_force,
+            reload=self._overriding.reload,
+            stopped_by_us=stopped_by_us,
+        )
+        try:
+            await self._executor.execute(task)
+        except asyncio.CancelledError:
+            self._overriding.undo_unloaded()
+            raise
+        except BusLost:
+            raise  # the incident stays open, and is taken up over the next connection
+        except LedgerError as error:
+            self._give_back(incident, error)
+        except Yielded as error:
+            self._overriding.undo_unloaded()
+            self._close(incident, Outcome.YIELDED, f"{error}.")
+        except StepFailed as error:
+            self._overriding.undo_unloaded()
+            outcome = Outcome.FAILED if error.step in (Step.HOLD, None) else Outcome.HELD
+            self._close(incident, outcome, f"{error}; a human has to look.")
+        else:
+            self._after_steps(incident)
+
+    def _give_back(self, incident: Incident, error: LedgerError) -> None:
+        """Without a ledger no intent can be recorded, so no further step is taken: systemd gets its unit back."""
+        log.error("the ledger was lost in the middle", unit=self._unit, incident=incident.id, error=str(error))
+        self._parts.metrics.sees(Sense.LEDGER, well=False)
+        self._overriding.undo_unloaded()
+        start_if_down(self._parts.systemd, self._unit)
+
+    def _doomed(self, failed: Failed, snapshot: UnitSnapshot) -> bool:
+        """systemd's automatic restart (its counter grew, which a start by hand sets to 0) of the very command that has
+        just failed, or of one that is not executed yet."""
+        if snapshot.restarts <= failed.restarts:
+            return False
+        argv = processes.command_line(snapshot.main_pid) if snapshot.main_pid else ()
+        return not is_executed(argv) or redact_argv(argv) == failed.argv
+
+    def _after_steps(self, incident: Incident) -> None:
+        if Step.VERIFY in incident.steps:
+            self._await_tokens(incident)
+        elif Step.HOLD in incident.steps:
+            self._close(incident, Outcome.HELD, incident.reason)
+        else:
+            self._close(incident, Outcome.REPORTED, incident.reason)
+
+    # The verification
+
+    def _await_tokens(self, incident: Incident) -> None:
+        self._verified(Outcome.FAILED, "Another incident began before it was over.")
+        intent = self._parts.ledger.begin(incident.id, Step.VERIFY)
+        self.verifying = Verification(incident, intent, self._parts.clock.now())
+
+    def served(self, launch: LaunchWatch) -> None:
+        """Tokens came from the unit's own process: what was awaited, or what the operator started instead."""
+        if self.verifying is None or launch.invocation == self.verifying.incident.invocation:
+            return
+        target, config = self.verifying.incident.target, launch.config.describe()
+        if target is None:
+            self._verified(Outcome.RECOVERED, f"{config} serves again; tokens came from its own process.")
+        elif launch.config.same_as(target):
+            self._parts.metrics.rollbacks.labels(self._unit).inc()
+            self._verified(
+                Outcome.CONTAINED,
+                f"{config} serves again, which is not what was asked for; tokens came from its own process.",
+            )
+        else:
+            self._verified(Outcome.YIELDED, f"{config} serves, which is not what the watchdog had started.")
+
+    def check(self, snapshot: UnitSnapshot, launch: LaunchWatch | None) -> None:
+        """Ends a verification that came to nothing. Until it is ready a start may take its time; from then on tokens
+        have to come soon."""
+        if self.verifying is None:
+            return
+        now, verifying = self._parts.clock.now(), self.verifying
+        no_launch = snapshot.ended and not snapshot.job and snapshot.invocation == verifying.incident.invocation
+        if no_launch and now - verifying.since > _NO_LAUNCH_AFTER_S:
+            self._verified(Outcome.FAILED, f"The start brought no launch; the unit is {snapshot.active_state}.")
+            return
+        marks = launch.timeline.phases if launch and launch.ended is None else ()
+        ready = next((mark.time for mark in marks if mark.phase is Phase.READY), None)
+        begun, allowed, what = (
+            (verifying.since, self._settings.start_deadline, "the start")
+            if ready is None
+            else (max(ready, verifying.since), self._settings.verify_deadline, "it said that it was ready")
+        )
+        if now - begun > allowed:
+            self._verified(Outcome.FAILED, f"No tokens within {allowed:.0f} s since {what}; it is left as it is.")
+
+    def _verified(self, outcome: Outcome, sentence: str) -> None:
+        if self.verifying is None:
+            return
+        verifying, self.verifying = self.verifying, None
+        good = outcome in (Outcome.CONTAINED, Outcome.RECOVERED)
+        self._parts.ledger.finish(verifying.intent, "done" if good else "failed")
+        took = self._parts.clock.now() - verifying.since
+        self._parts.metrics.step_seconds.labels(self._unit, Step.VERIFY).observe(took)
+        self._close(verifying.incident, outcome, sentence)
+
+    def _close(self, incident: Incident, outcome: Outcome, reason: str) -> None:
+        closed = self._parts.ledger.close_incident(incident, outcome, reason)
+        self._parts.metrics.incidents.labels(self._unit, outcome).inc()
+        if outcome is not Outcome.REPORTED or incident.steps:
+            alerts.send(alerts.closed(closed))
