@@ -88,7 +88,8 @@ class Followed:
     def _read(self, journalctl: "subprocess.Popen[str]") -> None:
         assert journalctl.stdout is not None
         for line in journalctl.stdout:
-            self.entries.append(json.loads(line))
+            if line.endswith("\n"):  # the last one may be cut off by the end of journalctl
+                self.entries.append(json.loads(line))
 
     def alerts(self) -> list[SeenAlert]:
         return [SeenAlert.of(entry) for entry in list(self.entries) if f"{_FIELD}UNIT" in entry]

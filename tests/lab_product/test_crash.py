@@ -6,12 +6,13 @@ Its service is the shipped one; where a test shortens a time of it, a drop-in do
 import dataclasses
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from lab.host import LabHost, free_port
 from lab_product.conftest import Inference, deploy, proven
-from lab_product.installed import CARDS, SERVICE, Followed, InferenceHost
+from lab_product.installed import CARDS, COMMAND, SERVICE, SETTINGS, Followed, InferenceHost
 from lab_product.sglang_unit import SglangUnit
 from lab_product.test_operator import (
     ACTING,
@@ -27,7 +28,11 @@ from waiting import wait_until
 
 pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("crash")]
 DROP_IN = f"/etc/systemd/system/{SERVICE}.d/test.conf"
+HAND_BACK = "sglang-watchdog-hand-back.service"
 BACK_S = 20.0
+# Another death after the first one and systemd gives up, at once.
+GIVES_UP = "[Unit]\nStartLimitBurst=2\n[Service]\nRestartSec=100ms\n"
+DOES_NOT_START = f"[Service]\nExecStart=\nExecStart={COMMAND} no-such-command\n"
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +117,32 @@ def test_a_watchdog_that_is_stopped_while_it_holds_the_unit_hands_it_back(infere
         assert host.history()["incidents"][0]["outcome"] == "yielded"
 
 
+@pytest.mark.parametrize("broken", ["settings", "service"])
+def test_a_watchdog_that_cannot_come_back_has_the_unit_handed_back(inference: Inference, broken: str) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE) as host:
+        proven(host)
+        deploy_what_fails(host)
+        before = starts(host)
+        if broken == "settings":
+            host.host.write(SETTINGS, "units = nonsense [\n")
+        set_up(host, GIVES_UP + (DOES_NOT_START if broken == "service" else ""))
+        signal_watchdog(host, "KILL")
+        wait_until(lambda: host.host.show(SERVICE, "SubState") == {"SubState": "failed"}, BACK_S, "systemd gives up")
+        with hand_back_told(host):
+            wait_until(lambda: starts(host) > before, 10, "the unit is started")
+            assert "anded back" in host.wait_alert(OUTCOME="yielded").message
+
+
+@contextmanager
+def hand_back_told(host: InferenceHost) -> Iterator[None]:
+    """A failure in the block says what hand-back said."""
+    try:
+        yield
+    except AssertionError as failed:
+        log = host.host.run("journalctl", f"--unit={HAND_BACK}", "--output=cat").stdout
+        raise AssertionError(f"{failed}\n{log}") from None
+
+
 def test_a_bus_that_is_restarted_costs_no_failure_that_comes_after(inference: Inference) -> None:
     with inference(settings=ACTING, simulation=AT_ONCE) as host:
         proven(host)
@@ -121,6 +152,19 @@ def test_a_bus_that_is_restarted_costs_no_failure_that_comes_after(inference: In
         deploy(host, 10)
         host.wait_alert(OUTCOME="contained")
         assert steps_of(host) == "4"
+        assert restarts(host) == 0
+
+
+def test_a_bus_that_is_restarted_while_the_cards_are_freed_costs_no_second_start(inference: Inference) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE) as host:
+        proven(host)
+        deploy_what_fails(host)
+        before = starts(host)
+        host.host.systemctl("restart", "dbus.service")
+        wait_step(host, Step.FREE, begun=2)
+        let_go(host.host)
+        host.wait_alert(OUTCOME="contained")
+        assert starts(host) == before + 1
         assert restarts(host) == 0
 
 
