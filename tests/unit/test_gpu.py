@@ -5,15 +5,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from sglang_watchdog.domain.gpu import GpuReading, GpuUnknown
-from sglang_watchdog.host import processes
+from sglang_watchdog.host import probe_worker, processes
 from sglang_watchdog.host.gpu import MOST_ABANDONED, ProbeWorker
 from sglang_watchdog.host.probe_worker import device_holders
 from sim_nvml import GIB, MIB, SimNvml, build
@@ -97,6 +98,42 @@ def test_pid_0_is_nobodys_and_graphics_and_mps_clients_are_holders_too(
             assert second == {holder.pid: GIB, 4_000_000: GIB}
 
     asyncio.run(read())
+
+
+class BusyCard:
+    """NVML of one card, on which a process takes a GiB after each of the first `times` readings of used bytes."""
+
+    NVMLError = RuntimeError
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.held = self.readings = 0
+
+    def nvmlDeviceGetMemoryInfo(self, _handle: object) -> SimpleNamespace:  # noqa: N802 (NVML's own name)
+        found = SimpleNamespace(total=96 * GIB, used=self.held)
+        self.readings += 1
+        self.held += GIB if self.readings <= self.times else 0
+        return found
+
+    def nvmlDeviceGetComputeRunningProcesses(self, _handle: object) -> list[SimpleNamespace]:  # noqa: N802
+        return [SimpleNamespace(pid=7, usedGpuMemory=self.held)] if self.held else []
+
+    def __getattr__(self, _name: str) -> Callable[[object], object]:
+        return lambda _handle: ""
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_used_bytes_and_holders_are_of_one_moment(times: int) -> None:
+    """What is allocated between two calls is neither memory without a holder nor a holder of memory that is free."""
+    card = probe_worker._gpu(BusyCard(times), 0)
+    assert card["used"] == times * GIB
+    assert card["holders"] == ([(7, times * GIB)] if times else [])
+
+
+def test_a_card_that_never_rests_is_read_all_the_same() -> None:
+    busy = BusyCard(1000)
+    assert probe_worker._gpu(busy, 0)["used"] > 0
+    assert busy.readings <= 6
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,10 @@ class SignalFeed:
         return int(self._bus.get_fd())
 
     def drain(self) -> list[Hint]:
-        """Handles every queued message (process() takes one at a time). Raises `BusError` once the bus is gone."""
+        """Handles every queued message (process() takes one at a time). Raises `BusError` once the bus is gone.
+
+        The end of the bus looks like an empty queue: sd-bus closes the connection by itself, and epoll then forgets its
+        file descriptor, so that nobody would ever be told again."""
         if self._bus is None:
             raise BusLost("the system bus is not connected")
         with _collected() as hints:
@@ -194,6 +197,8 @@ class SignalFeed:
                     pass
             except DBusBaseError as error:
                 raise _translated(error, "reading signals") from error
+        if self.fileno() < 0:
+            raise BusLost("systemd: reading signals: the bus closed the connection")
         return [hint for hint in hints if not hint.unit or hint.unit in self._units]
 
 

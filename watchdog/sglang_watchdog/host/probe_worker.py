@@ -20,6 +20,7 @@ Json = dict[str, Any]
 # Codes of NVML (nvml.h) that say "this card has no such list", which is no failure.
 _NO_SUCH_LIST = frozenset({3, 13})  # NOT_SUPPORTED, FUNCTION_NOT_FOUND
 _DEVICES = "/dev/nvidia"
+_READ_TRIES = 5
 # A handle on nvidiactl alone is a client of NVML: this process, a monitor. CUDA opens nvidia-uvm too.
 _MEMORY_DEVICE = "/dev/nvidia-uvm"
 
@@ -74,16 +75,29 @@ class _Nvml:
 
 def _gpu(nvml: Any, index: int) -> Json:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    # The first version of the call counts the driver's own reserve as used.
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    memory, holders = _consistent(nvml, handle)
     return {
         "index": index,
         "uuid": nvml.nvmlDeviceGetUUID(handle),
         "name": nvml.nvmlDeviceGetName(handle),
         "total": memory.total,
         "used": memory.used,
-        "holders": _holders(nvml, handle),
+        "holders": holders,
     }
+
+
+def _consistent(nvml: Any, handle: Any) -> tuple[Any, list[tuple[int | None, int]]]:
+    """Used bytes and holders that belong together: what is allocated between two calls would be memory without a
+    holder, or a holder of memory that is not used. On a card that never rests, the last try counts."""
+    # The first version of the call counts the driver's own reserve as used.
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    holders: list[tuple[int | None, int]] = []
+    for _ in range(_READ_TRIES):
+        before, holders = memory, _holders(nvml, handle)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        if memory.used == before.used:
+            break
+    return memory, holders
 
 
 def _holders(nvml: Any, handle: Any) -> list[tuple[int | None, int]]:
