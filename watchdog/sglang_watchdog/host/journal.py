@@ -10,15 +10,21 @@ from collections.abc import Callable
 
 from sglang_watchdog.domain.errors import DeadlineExceeded, WatchdogError
 from sglang_watchdog.domain.journal import JournalEntry, MessageId
+from sglang_watchdog.host.child import give_up
 
-# A line of the journal is at most 48 KiB of message (LineMax=), six times that where it is not UTF-8.
-_LINE_LIMIT = 1024 * 1024
+# A line of the journal is at most 48 KiB of message (LineMax=), six times that where it is not UTF-8; but an operator
+# can raise LineMax=, and what logs by itself (sd_journal_send) has no such bound.
+_LINE_LIMIT = 16 * 1024 * 1024
 Feed = Callable[[JournalEntry], None]
 Parse = Callable[[bytes], JournalEntry | None]
 
 
 class JournalUnreadable(WatchdogError):
-    """journalctl failed; its own words are in the text."""
+    """journalctl failed, or could not be run; the text has its own words or the kernel's."""
+
+
+class _NothingAtCursor(JournalUnreadable):
+    """journalctl failed before it gave an entry: the cursor is not in the journal any more."""
 
 
 class Journal:
@@ -30,47 +36,65 @@ class Journal:
 
     async def pull(self, invocation: str, feed: Feed, *, since: float, cursor: str = "", deadline: float = 30.0) -> str:
         """Feeds what the launch's processes, PID 1 and the kernel said, from `cursor` on (else from `since`, Unix
-        seconds); returns the new cursor. A cursor that rotation took away falls back to `since`."""
+        seconds); returns the new cursor. A cursor that rotation took away falls back to `since`.
+
+        Raises `DeadlineExceeded` or `JournalUnreadable`. What was fed by then stays fed: whoever goes on after that
+        takes the cursor of the last entry that came."""
         matches = matches_of(invocation)
         if cursor:
             try:
                 return await self._run(feed, cursor, [f"--after-cursor={cursor}", *matches], deadline)
-            except JournalUnreadable:
+            except _NothingAtCursor:
                 pass  # rotated or vacuumed away: the time is all that is left
         return await self._run(feed, cursor, [f"--since=@{since:.6f}", *matches], deadline)
 
     async def _run(self, feed: Feed, cursor: str, arguments: list[str], deadline: float) -> str:
-        process = await asyncio.create_subprocess_exec(
-            *(self._command, "--output=json", "--all", "--no-pager", "--quiet", *arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_LINE_LIMIT,
-        )
+        process = await self._started(arguments)
         try:
             async with asyncio.timeout(deadline):
-                cursor = await self._feed_lines(process, feed, cursor)
+                reached = await self._feed_lines(process, feed, cursor)
                 assert process.stderr is not None
                 words = (await process.stderr.read(4096)).decode(errors="replace").strip()
                 status = await process.wait()
         except TimeoutError as error:
             raise DeadlineExceeded(f"journalctl did not end within {deadline:.0f} s") from error
         finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            await give_up(process)
         if status:
-            raise JournalUnreadable(f"journalctl ended with status {status}: {words or 'no words'}")
-        return cursor
+            failure = JournalUnreadable if reached != cursor else _NothingAtCursor
+            raise failure(f"journalctl ended with status {status}: {words or 'no words'}")
+        return reached
+
+    async def _started(self, arguments: list[str]) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(self._command, "--output=json", "--all", "--no-pager", "--quiet", *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=_LINE_LIMIT,
+            )
+        except OSError as error:  # no memory or no process left (EAGAIN) is what a host in trouble answers
+            raise JournalUnreadable(f"{self._command} cannot be run: {error.strerror or error}") from error
 
     async def _feed_lines(self, process: asyncio.subprocess.Process, feed: Feed, cursor: str) -> str:
         assert process.stdout is not None
-        async for line in process.stdout:
+        while line := await _next_line(process.stdout):
             entry = self._parse(line)
             if entry is not None:
                 feed(entry)
                 cursor = entry.cursor or cursor
         return cursor
+
+
+async def _next_line(stream: asyncio.StreamReader) -> bytes:
+    """Empty at the end. Of a line over the limit only the last piece, which is no entry: to stop at it would mean to
+    stop at it for ever, because nothing behind it has a cursor yet."""
+    while True:
+        try:
+            return await stream.readline()
+        except ValueError:  # it has thrown away what it had of the line
+            continue
 
 
 def matches_of(invocation: str) -> list[str]:
