@@ -1,9 +1,12 @@
 """The ledger keeps what it was given, across restarts and across a killed daemon, and refuses what it does not know."""
 
+import os
 import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,3 +142,129 @@ def test_every_commit_is_synced_to_the_disk(path: Path) -> None:
     db = sqlite3.connect(path)
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     db.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "spoil", "read"),
+    [
+        ("launches", "UPDATE launches SET record='{}'", lambda ledger: ledger.launch(LAUNCH.invocation)),
+        ("launches", "UPDATE launches SET record='no json'", lambda ledger: ledger.launches(UNIT)),
+        ("launches", "UPDATE launches SET failure='of_tomorrow'", lambda ledger: ledger.launches(UNIT)),
+        ("incidents", "UPDATE incidents SET record='{}'", lambda ledger: ledger.open_incidents()),
+        ("intents", "UPDATE intents SET step='of_tomorrow'", lambda ledger: ledger.intents(ledger.incidents()[0].id)),
+        ("known_good", "UPDATE known_good SET record='[]'", lambda ledger: ledger.known_good(UNIT, "base")),
+        ("ceilings", "UPDATE ceilings SET record='[]'", lambda ledger: ledger.ceilings(UNIT, "base")),
+        ("overrides", "UPDATE overrides SET target='[]'", lambda ledger: ledger.override(UNIT)),
+    ],
+)
+def test_a_row_that_says_nothing_to_us_is_told_by_file_and_table(
+    path: Path, table: str, spoil: str, read: Callable[[Ledger], object]
+) -> None:
+    ledger = filled(path)
+    db = sqlite3.connect(path, isolation_level=None)
+    assert db.execute(spoil).rowcount == 1
+    db.close()
+    with pytest.raises(LedgerError, match=f"{path} cannot be read: .*table {table} ") as caught:
+        read(ledger)
+    assert "\n" not in str(caught.value)
+
+
+def filled(path: Path) -> Ledger:
+    ledger = Ledger.open(path)
+    ledger.save_launch(LAUNCH, FailureClass.KV_CACHE_OOM)
+    with ledger.intent(ledger.open_incident(incident()).id, Step.HOLD):
+        pass
+    ledger.save_known_good(KnownGood(UNIT, "base", STEPS4, LAUNCH.invocation, 150.0))
+    ledger.save_ceiling(Ceiling(UNIT, "base", STEPS4, FailureClass.KV_CACHE_OOM, LAUNCH.invocation, 160.0))
+    ledger.save_override(UNIT, None, STEPS4)
+    return ledger
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
+def test_who_may_not_read_the_file_is_told_to_be_root(path: Path) -> None:
+    Ledger.open(path).close()
+    nobody = 65534
+    os.setresuid(nobody, nobody, 0)
+    try:
+        with pytest.raises(LedgerError, match=r"cannot be opened: permission denied.*run this as root"):
+            Ledger.open(path, read_only=True)
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+# What was begun, and what may be forgotten
+
+
+def test_starts_are_those_of_the_unit_since_a_time_newest_first(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ours = [ledger.open_incident(incident(float(number))).id for number in range(2)]
+    others = ledger.open_incident(replace(incident(), unit="other.service")).id
+    for owner in (ours[0], others, ours[1]):
+        ledger.begin(owner, Step.HOLD)
+        with ledger.intent(owner, Step.START):
+            pass
+    with pytest.raises(ZeroDivisionError), ledger.intent(ours[1], Step.START):
+        raise ZeroDivisionError
+    begun = [i.begun for owner in ours for i in ledger.intents(owner) if i.step is Step.START]
+    assert ledger.starts(UNIT, 0.0) == sorted(begun, reverse=True)
+    assert len(begun) == 3
+    assert ledger.starts(UNIT, begun[-1]) == [begun[-1]]
+    assert ledger.starts(UNIT, begun[-1] + 1) == []
+
+
+def launch(number: int, unit: str = UNIT) -> Launch:
+    return replace(LAUNCH, unit=unit, invocation=f"{unit[0]}{number:031d}", started=float(number))
+
+
+def test_pruning_keeps_the_newest_of_each_unit(path: Path) -> None:
+    ledger = Ledger.open(path)
+    for number in range(6):
+        ledger.save_launch(launch(number))
+        ledger.save_launch(launch(number, "other.service"))
+        stored = ledger.open_incident(replace(incident(float(number)), invocation=launch(number).invocation))
+        with ledger.intent(stored.id, Step.START):
+            pass
+        ledger.close_incident(stored, Outcome.CONTAINED)
+    ledger.prune(UNIT, keep=2)
+    assert [kept.started for kept, _ in ledger.launches(UNIT)] == [5.0, 4.0]
+    assert [kept.opened for kept in ledger.incidents(UNIT)] == [5.0, 4.0]
+    assert len(ledger.starts(UNIT, 0.0)) == 2
+    assert len(ledger.launches("other.service")) == 6
+    db = sqlite3.connect(path)
+    assert db.execute("SELECT count(*) FROM intents").fetchone() == (2,)
+    db.close()
+
+
+def test_pruning_keeps_what_is_still_needed_at_any_age(path: Path) -> None:
+    ledger = Ledger.open(path)
+    for number in range(6):
+        ledger.save_launch(launch(number))
+    ledger.save_known_good(KnownGood(UNIT, "base", STEPS4, launch(0).invocation, 150.0))
+    stored = ledger.open_incident(replace(incident(1.0), invocation=launch(1).invocation))
+    ledger.begin(stored.id, Step.HOLD)
+    ledger.close_incident(ledger.open_incident(incident(9.0)), Outcome.REPORTED)
+    ledger.prune(UNIT, keep=1)
+    assert [kept.started for kept, _ in ledger.launches(UNIT)] == [5.0, 1.0, 0.0]
+    assert ledger.open_incidents() == [stored]
+    assert len(ledger.intents(stored.id)) == 1
+
+
+def test_an_end_that_is_forgotten_is_to_be_diagnosed_again(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.save_launch(replace(LAUNCH, ended=120.0), FailureClass.UNKNOWN)
+    ledger.forget_end(LAUNCH.invocation)
+    assert ledger.launches(UNIT) == [(LAUNCH, None)]
+    ledger.save_launch(replace(LAUNCH, ended=120.0), FailureClass.KV_CACHE_OOM)
+    assert ledger.launches(UNIT) == [(replace(LAUNCH, ended=120.0), FailureClass.KV_CACHE_OOM)]
+    ledger.forget_end("f" * 32)
+
+
+def test_whether_anything_is_known_good_counts_any_base_and_no_demoted_config(path: Path) -> None:
+    ledger = Ledger.open(path)
+    assert not ledger.any_known_good(UNIT)
+    good = KnownGood(UNIT, "an older base", STEPS4, LAUNCH.invocation, 150.0)
+    ledger.save_known_good(good)
+    assert ledger.any_known_good(UNIT)
+    assert not ledger.any_known_good("other.service")
+    ledger.demote(good, "it failed with kv_cache_oom")
+    assert not ledger.any_known_good(UNIT)
