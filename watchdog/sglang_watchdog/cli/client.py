@@ -1,6 +1,7 @@
 """Asks the running daemon over its control socket."""
 
 import asyncio
+import errno
 from pathlib import Path
 
 import aiohttp
@@ -9,11 +10,13 @@ from sglang_watchdog.control import SOCKET_NAME
 from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
 
 Json = dict[str, object]
-_TIMEOUT = aiohttp.ClientTimeout(total=120, connect=5)
+_TIMEOUT_S = 120
+_TIMEOUT = aiohttp.ClientTimeout(total=_TIMEOUT_S, connect=5)
+_DENIED = frozenset({errno.EACCES, errno.EPERM})
 
 
 class NotRunning(WatchdogError):
-    """No daemon answers on the control socket."""
+    """No daemon answers on the control socket, or not to us."""
 
 
 def ask(runtime_dir: Path, method: str, path: str) -> Json:
@@ -28,14 +31,21 @@ async def _ask(socket: Path, method: str, path: str) -> Json:
             async with session.request(method, f"http://watchdog{path}") as answer:
                 body: Json = await answer.json()
                 status = answer.status
-        except PermissionError as error:
-            raise NotRunning(f"{socket} is root's alone: run this as root") from error
+        except aiohttp.ContentTypeError as error:
+            raise WatchdogError("the daemon failed to answer; why: journalctl -u sglang-watchdog") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise NotRunning(
-                f"sglang-watchdog is not running ({socket} does not answer): systemctl start sglang-watchdog"
-            ) from error
+            raise NotRunning(_why_not(socket, error)) from error
     if status == 400:
         raise UnusableInput(str(body.get("error")))
     if status != 200:
         raise WatchdogError(str(body.get("error", f"the daemon answered {status}")))
     return body
+
+
+def _why_not(socket: Path, error: Exception) -> str:
+    """aiohttp wraps what connect(2) said in an error of its own, which keeps the number only."""
+    if isinstance(error, OSError) and error.errno in _DENIED:
+        return f"{socket} is root's alone: run this as root"
+    if isinstance(error, TimeoutError):
+        return f"sglang-watchdog did not answer within {_TIMEOUT_S} s; why: journalctl -u sglang-watchdog"
+    return f"sglang-watchdog is not running ({socket} does not answer): systemctl start sglang-watchdog"

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from sglang_watchdog.domain.failure import FailureClass
 from sglang_watchdog.domain.incident import Incident
 from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
-from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.settings import DEFAULT_PATH, load
 
 Ended = tuple[Launch, FailureClass | None]
@@ -25,6 +23,9 @@ def history(
     config: Annotated[Path, typer.Option(help="The settings file.")] = DEFAULT_PATH,
 ) -> None:
     """Past launches and incidents, newest first."""
+    from sglang_watchdog.cli.terminal import console
+    from sglang_watchdog.ledger import LEDGER_NAME, Ledger  # not what `--help` should wait for
+
     settings = load(config)
     ledger = Ledger.open(Path(settings.state_dir) / LEDGER_NAME, read_only=True)
     units = [unit] if unit else sorted(settings.units)
@@ -34,13 +35,13 @@ def history(
     if as_json:
         print(json.dumps({"launches": [_launch(row) for row in launches], "incidents": [*map(_incident, incidents)]}))
         return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print("Launches", style="bold")
+    out = console()
+    out.print("Launches", style="bold")
     for launch, failure in launches:
-        console.print(_launch_line(launch, failure), markup=False)
-    console.print("\nIncidents", style="bold")
+        out.print(_launch_line(launch, failure))
+    out.print("\nIncidents", style="bold")
     for incident in incidents:
-        console.print(_incident_lines(incident), markup=False)
+        out.print(_incident_lines(incident))
 
 
 def _launch(row: Ended) -> dict[str, object]:

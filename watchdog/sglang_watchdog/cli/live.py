@@ -5,7 +5,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from sglang_watchdog.cli.answer import Answer
 from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.diagnosis.engine import diagnose
 from sglang_watchdog.diagnosis.entries import read_journal
 from sglang_watchdog.diagnosis.launches import read_launch
 from sglang_watchdog.diagnosis.show import parse_show
@@ -14,10 +16,18 @@ from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host.journal import matches_of
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
+from sglang_watchdog.settings import Settings, load
 
 _SHOW_S = 20
 # A day of entries is read where nothing names the launch; a named one is found at any age.
 _NAMELESS = ("--since=-1d",)
+
+
+def diagnose_live(unit: str, invocation: str, config: Path) -> Answer:
+    """The diagnosis of a unit of this host: its newest launch that ended, or the one that `invocation` names."""
+    settings = load(config) if config.exists() else Settings()
+    case = live_case(unit, invocation, settings.state_dir)
+    return Answer(diagnose(case), unit, case.timeline.invocation)
 
 
 def live_case(unit: str, invocation: str, state_dir: Path) -> Case:

@@ -1,13 +1,16 @@
-"""`sglang-watchdog run`: the daemon in the foreground, as sglang-watchdog.service starts it."""
+"""`sglang-watchdog run`: the daemon in the foreground, as sglang-watchdog.service starts it; and `hand-back`, for when
+that has died."""
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sglang_watchdog.settings import DEFAULT_PATH, load
+from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
+from sglang_watchdog.settings import DEFAULT_PATH, Settings, load
 
 
 def run(config: Annotated[Path, typer.Option(help="The settings file.")] = DEFAULT_PATH) -> None:
@@ -24,5 +27,19 @@ def hand_back(config: Annotated[Path, typer.Option(help="The settings file.")] =
     """Start what a daemon that died had stopped: run by OnFailure= of its own service, harmless at any other time."""
     from sglang_watchdog.hand_back import hand_back_units
 
-    for line in hand_back_units(load(config)):
+    if os.geteuid() != 0:
+        raise WatchdogError("hand-back starts units, which is root's alone: run this as root")
+    for line in hand_back_units(_settings(config)):
         print(line)
+
+
+def _settings(config: Path) -> Settings:
+    """Of settings that cannot be used the defaults: they may be what the daemon died of, and a unit that it had
+    stopped is owed its start all the same."""
+    try:
+        return load(config)
+    except UnusableInput as error:
+        settings = Settings()
+        first = str(error).splitlines()[0]
+        print(f"sglang-watchdog: going by {settings.state_dir}, the default, because {first}", file=sys.stderr)
+        return settings

@@ -1,55 +1,34 @@
-"""`sglang-watchdog status`, `gpus`, `free`: what the daemon sees, and the one thing it may be asked to do by hand."""
+"""`sglang-watchdog status`, `gpus`, `free`: what the daemon sees, and the one thing it may be asked to do by hand.
+
+Lines, no tables: a table cuts names where the terminal is narrow, and in a pipe.
+"""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from sglang_watchdog.cli.client import ask
 from sglang_watchdog.settings import DEFAULT_PATH, load
 
 ConfigOption = Annotated[Path, typer.Option(help="The settings file.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+Json = dict[str, Any]
 _GIB = 2**30
 
 
 def status(as_json: JsonOption = False, config: ConfigOption = DEFAULT_PATH) -> None:
     """What the daemon sees of each unit, and what it cannot see."""
-    answer: dict[str, Any] = ask(Path(load(config).runtime_dir), "GET", "/v1/status")
-    if as_json:
-        print(json.dumps(answer))
-        return
-    table = Table("unit", "state", "phase", "runs", "known-good", "may act", "last incident")
-    for row in answer["units"]:
-        table.add_row(*(str(row[key]) for key in ("unit", "state", "phase", "running", "known_good")), *_rest(row))
-    console = Console()
-    console.print(table)
-    for problem in answer["blind"]:
-        console.print(f"cannot see: {problem}", style="yellow")
+    answer = _ask(config, "GET", "/v1/status")
+    _print([json.dumps(answer)] if as_json else _status_lines(answer))
 
 
 def gpus(as_json: JsonOption = False, config: ConfigOption = DEFAULT_PATH) -> None:
     """Every card, who holds its memory, and whose process that is."""
-    answer: dict[str, Any] = ask(Path(load(config).runtime_dir), "GET", "/v1/gpus")
-    if as_json:
-        print(json.dumps(answer))
-        return
-    console = Console()
-    if "unknown" in answer:
-        console.print(f"unknown: {answer['unknown']}", style="yellow")
-        return
-    table = Table("card", "used", "of", "process", "holds", "whose", "why")
-    for gpu in answer["gpus"]:
-        table.add_row(
-            f"{gpu['index']} {gpu['name']}", _size(gpu["used_bytes"]), _size(gpu["total_bytes"]), "", "", "", ""
-        )
-        for holder in gpu["holders"]:
-            pid = holder["pid"] or "not visible"
-            table.add_row("", "", "", str(pid), _size(holder["used_bytes"]), holder["whose"], holder["why"])
-    console.print(table)
+    answer = _ask(config, "GET", "/v1/gpus")
+    _print([json.dumps(answer)] if as_json else _gpu_lines(answer))
 
 
 def free(
@@ -59,23 +38,54 @@ def free(
     config: ConfigOption = DEFAULT_PATH,
 ) -> None:
     """End processes of ended launches of UNIT that still hold GPU memory: only those proven to be its own."""
-    path = f"/v1/units/{unit}/free?dry_run={str(dry_run).lower()}"
-    answer: dict[str, Any] = ask(Path(load(config).runtime_dir), "POST", path)
-    if as_json:
-        print(json.dumps(answer))
+    answer = _ask(config, "POST", f"/v1/units/{quote(unit, safe='')}/free?dry_run={str(dry_run).lower()}")
+    _print([json.dumps(answer)] if as_json else _free_lines(answer, dry_run=dry_run))
+
+
+def _ask(config: Path, method: str, path: str) -> Json:
+    from sglang_watchdog.cli.client import ask  # aiohttp takes longer to import than most commands to run
+
+    return ask(Path(load(config).runtime_dir), method, path)
+
+
+def _print(lines: Iterator[str] | list[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _status_lines(answer: Json) -> Iterator[str]:
+    for row in answer["units"]:
+        yield from _unit_lines(row)
+    if not answer["units"]:
+        yield "No unit is watched."
+    yield from (f"cannot see: {problem}" for problem in answer["blind"])
+
+
+def _unit_lines(row: Json) -> Iterator[str]:
+    yield f"{row['unit']}  {row['state']}{', ' + row['phase'] if row['phase'] else ''}"
+    yield f"    runs {row['running'] or 'nothing'}, known-good: {row['known_good'] or 'nothing yet'}"
+    yield f"    may act: {'yes' if row['act'] else 'no'}"
+    if row["last_incident"]:
+        yield "    last incident: {class} ({outcome})  {id}".format_map(row["last_incident"])
+
+
+def _gpu_lines(answer: Json) -> Iterator[str]:
+    if "unknown" in answer:
+        yield f"unknown: {answer['unknown']}"
         return
-    console = Console()
-    verb = "would end" if dry_run else "ended"
+    for gpu in answer["gpus"]:
+        yield f"{gpu['index']} {gpu['name']}  {_size(gpu['used_bytes'])} of {_size(gpu['total_bytes'])} used"
+        for holder in gpu["holders"]:
+            who = f"process {holder['pid']}" if holder["pid"] else "a process that is not visible here"
+            yield f"    {who} holds {_size(holder['used_bytes'])}  {holder['whose']} ({holder['why']})"
+
+
+def _free_lines(answer: Json, *, dry_run: bool) -> Iterator[str]:
     for row in answer["ended"]:
-        console.print(f"{verb} {row['pid']} ({row['why']})")
+        yield f"{'would end' if dry_run else 'ended'} {row['pid']} ({row['why']})"
     for row in answer["spared"]:
-        console.print(f"left alone: {row['pid'] or 'a process that is not visible here'} ({row['why']})")
-    console.print(answer["summary"])
-
-
-def _rest(row: dict[str, Any]) -> tuple[str, str]:
-    last = row["last_incident"]
-    return "yes" if row["act"] else "no", f"{last['class']} ({last['outcome']})" if last else ""
+        yield f"left alone: {row['pid'] or 'a process that is not visible here'} ({row['why']})"
+    yield answer["summary"]
 
 
 def _size(amount: int) -> str:

@@ -1,0 +1,245 @@
+"""The commands against a daemon that is not there, not for us, or says something long; and what they cost to start."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import sglang_watchdog.hand_back
+from alert_samples import with_most
+from corpus_cases import CORPUS
+from sglang_watchdog.cli import run as run_module
+from sglang_watchdog.cli.client import NotRunning, ask
+from sglang_watchdog.control import ControlServer
+from sglang_watchdog.domain.errors import WatchdogError
+from sglang_watchdog.settings import Settings
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, whose the control socket is")
+LONG = "sglang-" + "very-" * 30 + "long@qwen.service"
+STORY = CORPUS / "recorded_gpu" / "story_steps10_fail"
+SERVING = CORPUS / "recorded_gpu" / "story_steps3_ok"
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "40"}
+    command = [sys.executable, "-m", "sglang_watchdog", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@contextmanager
+def somebody_else() -> Iterator[None]:
+    nobody = 65534
+    os.setresuid(nobody, nobody, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+# The daemon's answers
+
+
+class Daemon:
+    """Answers as the daemon would, and keeps what it was asked."""
+
+    freed: str = ""
+
+    async def status(self) -> dict[str, object]:
+        row = {
+            "unit": LONG,
+            "act": False,
+            "state": "active (running)",
+            "phase": "serving",
+            "running": "steps 10",
+            "known_good": "",
+            "last_incident": {"id": "c8b047994eb7", "class": "kv_cache_oom", "outcome": "contained"},
+        }
+        return {"units": [row], "blind": ["NVML: no card can be read"]}
+
+    async def gpus(self) -> dict[str, object]:
+        holder = {"pid": 4711, "used_bytes": 10 << 30, "whose": f"{LONG}: ours", "why": "its pid was recorded"}
+        nameless = {"pid": None, "used_bytes": 1 << 30, "whose": "unknown", "why": "NVML cannot name the process"}
+        card = {"index": 0, "name": "NVIDIA H200", "total_bytes": 96 << 30, "used_bytes": 11 << 30}
+        return {"gpus": [{**card, "holders": [holder, nameless]}]}
+
+    async def free(self, unit: str, *, dry_run: bool) -> dict[str, object]:
+        self.freed = unit
+        return {"ended": [], "spared": [], "summary": "Nothing was touched." if dry_run else "Nothing to end."}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(f'runtime_dir = "{tmp_path}"\n')
+    return path
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    answers = Daemon()
+    server = ControlServer(answers, tmp_path)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+    yield answers
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+@needs_root
+@pytest.mark.usefixtures("daemon")
+def test_a_pipe_gets_status_whole_however_long_the_names_are(config: Path) -> None:
+    done = run("status", "--config", config)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        f"{LONG}  active (running), serving",
+        "    runs steps 10, known-good: nothing yet",
+        "    may act: no",
+        "    last incident: kv_cache_oom (contained)  c8b047994eb7",
+        "cannot see: NVML: no card can be read",
+    ]
+
+
+@needs_root
+@pytest.mark.usefixtures("daemon")
+def test_a_pipe_gets_every_holder_whole(config: Path) -> None:
+    assert run("gpus", "--config", config).stdout.splitlines() == [
+        "0 NVIDIA H200  11.0 GiB of 96.0 GiB used",
+        f"    process 4711 holds 10.0 GiB  {LONG}: ours (its pid was recorded)",
+        "    a process that is not visible here holds 1.0 GiB  unknown (NVML cannot name the process)",
+    ]
+
+
+@needs_root
+@pytest.mark.parametrize("unit", ["a/b.service", "a?dry_run=false#.service", "sglang@a\\x2db %41.service"])
+def test_the_daemon_is_asked_for_the_very_unit_that_was_typed(config: Path, daemon: Daemon, unit: str) -> None:
+    assert run("free", "--dry-run", unit, "--config", config).stdout == "Nothing was touched.\n"
+    assert daemon.freed == unit
+
+
+def test_a_socket_that_nobody_listens_on_is_a_daemon_that_does_not_run(tmp_path: Path) -> None:
+    with pytest.raises(NotRunning, match="systemctl start sglang-watchdog"):
+        ask(tmp_path, "GET", "/v1/status")
+
+
+@needs_root
+@pytest.mark.usefixtures("daemon")
+def test_who_may_not_use_the_socket_is_told_to_be_root(tmp_path: Path) -> None:
+    with somebody_else(), pytest.raises(NotRunning, match="run this as root"):
+        ask(tmp_path, "GET", "/v1/status")
+
+
+# hand-back
+
+
+@needs_root
+def test_who_may_not_start_units_is_told_to_be_root(config: Path) -> None:
+    with somebody_else(), pytest.raises(WatchdogError, match="run this as root"):
+        run_module.hand_back(config)
+
+
+@needs_root
+@pytest.mark.parametrize("content", [None, "not = [toml", 'log_level = "loud"\nsok = 3\n'])
+def test_settings_that_cannot_be_used_do_not_keep_a_unit_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    """They may be what the daemon died of."""
+    path = tmp_path / "config.toml"
+    if content is not None:
+        path.write_text(content)
+    used: list[Settings] = []
+
+    def hand_back_units(settings: Settings) -> list[str]:
+        used.append(settings)
+        return ["sglang.service: Handed back."]
+
+    monkeypatch.setattr(sglang_watchdog.hand_back, "hand_back_units", hand_back_units)
+    run_module.hand_back(path)
+    printed = capsys.readouterr()
+    assert used == [Settings()]
+    assert printed.out == "sglang.service: Handed back.\n"
+    assert printed.err.count("\n") == 1
+    assert f"{path}" in printed.err
+
+
+# What a command costs
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--help",), ("status", "--help"), ("check-config",), ("diagnose", "--journal", str(STORY / "journal.jsonl"))],
+    ids=" ".join,
+)
+def test_a_command_that_asks_no_daemon_loads_nothing_of_it(words: tuple[str, ...], config: Path) -> None:
+    code = (
+        "import sys, sglang_watchdog.__main__ as edge\n"
+        "try: edge.main()\n"
+        "finally: print(*sys.modules, file=sys.stderr)\n"
+    )
+    with_config = ("--config", str(config)) if words == ("check-config",) else ()
+    command = [sys.executable, "-c", code, *words, *with_config]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert not {"aiohttp", "pystemd", "pynvml", "psutil", "prometheus_client", "structlog"} & set(done.stderr.split())
+
+
+# The journal with our own words in it
+
+
+def alerts_after(entries: list[dict[str, str]]) -> list[dict[str, str]]:
+    """As `journalctl -u UNIT` shows them among the unit's own: they quote what other launches said."""
+    common = {
+        "__REALTIME_TIMESTAMP": entries[-1]["__REALTIME_TIMESTAMP"],
+        "_SYSTEMD_UNIT": "sglang-watchdog.service",
+        "_SYSTEMD_INVOCATION_ID": "9" * 32,
+        "_TRANSPORT": "journal",
+        "_PID": "99",
+    }
+    quoting = [f"sglang.service: unknown: it said: {words}" for words in QUOTED]
+    alerts = [*(alert.fields() for alert in with_most().values()), *({"MESSAGE": words} for words in quoting)]
+    return [{"SYSLOG_IDENTIFIER": "sglang-watchdog", **common, **fields} for fields in alerts]
+
+
+QUOTED = (
+    "Scheduler hit an exception: Traceback (most recent call last):",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "Received sigquit from a child process. It usually means the child failed.",
+)
+
+
+def running() -> list[dict[str, str]]:
+    """The journal of a launch that has not ended, which makes it hard to tell from what never ends in it."""
+    lines = (SERVING / "journal.jsonl").read_text().splitlines()
+    entries: list[dict[str, str]] = [json.loads(line) for line in lines]
+    ready = next(number for number, entry in enumerate(entries) if "ready to roll" in entry["MESSAGE"])
+    return entries[: ready + 1]
+
+
+@pytest.mark.parametrize("form", ["--journal", "--text"])
+def test_our_own_alerts_in_a_journal_are_no_evidence_and_no_launch(tmp_path: Path, form: str) -> None:
+    """Whatever they quote, the answer is the one without them."""
+    write = json.dumps if form == "--journal" else _short
+    entries = running()
+    answers = []
+    for name, shown in (("plain", entries), ("mixed", [*entries, *alerts_after(entries)])):
+        (tmp_path / name).write_text("".join(f"{write(entry)}\n" for entry in shown))
+        answers.append(run("diagnose", form, tmp_path / name).stdout)
+    assert answers[0]
+    assert answers[1] == answers[0]
+
+
+def _short(entry: dict[str, str]) -> str:
+    """As `journalctl` prints it by default."""
+    when = datetime.fromtimestamp(int(entry["__REALTIME_TIMESTAMP"]) / 1e6, UTC).strftime("%b %d %H:%M:%S")
+    pid = f"[{entry['_PID']}]" if "_PID" in entry else ""
+    return f"{when} host {entry['SYSLOG_IDENTIFIER']}{pid}: {entry['MESSAGE']}"
