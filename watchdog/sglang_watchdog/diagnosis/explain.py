@@ -319,7 +319,7 @@ def _plain(cause: Cause) -> Verdict:
     sentence, advice = _SENTENCES[cause.failure]
     if cause.failure is Class.WEIGHTS_OOM and cause.worker is Worker.DRAFT:
         sentence, advice = _DRAFT_WEIGHTS
-    elif cause.in_speculation:
+    elif cause.in_speculation and cause.source is Source.SGLANG:
         sentence += " It happened in the code of speculative decoding."
     if cause.failure in _QUOTED:
         quote = cause.text if len(cause.text) <= _LONGEST_QUOTE else f"{cause.text[:_LONGEST_QUOTE]}…"

@@ -102,11 +102,18 @@ def _named(case: Case, cause: Cause) -> Iterator[Held]:
     recorded = {process.id.pid for process in case.launch.processes} if case.launch else set()
     for found in _IN_USE.finditer(cause.text):
         gib, pid = to_gib(found["held"]), int(found["pid"])
-        if pid in case.timeline.pids or pid in recorded or gib < max(missing, 0.25):
+        if pid in case.timeline.pids or pid in recorded or gib < max(missing, 0.25) or _was_no_cause(pid, case):
             continue
         who = f"process {pid}"
         text = f"{who} had {gib:.1f} GiB of the card in use, and {missing:.2f} GiB were missing"
         yield Held(gib, who, None, Evidence(cause.source, text, cause.time), 0.9)
+
+
+def _was_no_cause(pid: int, case: Case) -> bool:
+    """It was on the card before the launch already, and does not count there: a bare CUDA context is half a GiB."""
+    gpus = case.gpu_before.gpus if isinstance(case.gpu_before, GpuReading) else ()
+    cards = {gpu.index for gpu in gpus if any(holder.pid == pid for holder in gpu.holders)}
+    return bool(cards) and not any(_counts(held, case) for held in case.held_before if held.gpu in cards)
 
 
 def _missing(cause: Cause) -> float:

@@ -124,7 +124,7 @@ def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
             return _held(spent)
         steps = (Step.HOLD, Step.FREE, Step.START, Step.VERIFY)
         return Plan("The cards were not clean: free them and try the same config once more.", steps)
-    if diagnosis.rollback_helps:
+    if diagnosis.rollback_helps is not False:
         return _roll_back(facts)
     return Plan("The cards were freed once and the same config failed again.", (Step.HOLD,), hold=True)
 
