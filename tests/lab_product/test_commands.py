@@ -28,7 +28,7 @@ BAD_SETTINGS = 'log_level = "loud"\n\n[units."sglang.service"]\nact = "yes"\nsok
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 NO_BUS = {"DBUS_SYSTEM_BUS_ADDRESS": "unix:path=/nonexistent"}
 OF_THE_DAEMON = (("status",), ("gpus",), ("free", "sglang.service", "--dry-run"))
-ALL = (*OF_THE_DAEMON, ("history",), ("hand-back",), ("check-config",))
+OF_THE_SETTINGS = (*OF_THE_DAEMON, ("history",), ("check-config",), ("run",))
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,18 @@ def test_status_says_what_runs_and_what_is_known_good(serving: InferenceHost) ->
     assert ours["invocation"] == serving.invocation()
 
 
+def test_status_says_that_a_unit_does_not_exist(serving: InferenceHost) -> None:
+    rows = {row["unit"]: row for row in asked(serving, "status")["units"]}
+    assert "not-found" in rows[GHOST]["state"]
+    assert "not-found" in printed(serving, "status")
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_the_name_of_a_unit_is_never_cut(serving: InferenceHost, columns: str) -> None:
+    assert serving.unit in run(serving, "status", env={"COLUMNS": columns}).stdout
+    assert f"{serving.unit}: current_launch (" in run(serving, "gpus", env={"COLUMNS": columns}).stdout
+
+
 def test_history_names_each_launch_and_what_it_ran(serving: InferenceHost) -> None:
     text = printed(serving, "history")
     assert f"{serving.unit}  steps 4, came to serving, runs" in text
@@ -133,8 +145,9 @@ def test_free_ends_the_left_over_of_its_unit_alone(serving: InferenceHost, bysta
 
 def test_free_leaves_a_running_launch_alone(serving: InferenceHost) -> None:
     before = serving.invocation()
-    answer = asked(serving, "free", serving.unit)
-    assert (answer["ended"], len(answer["spared"])) == ([], CARD_COUNT)
+    would = asked(serving, "free", serving.unit, "--dry-run")
+    assert (would["ended"], len(would["spared"])) == ([], CARD_COUNT)
+    assert f"{serving.unit} is active (running): stop it" in complaint(run(serving, "free", serving.unit), 1)
     assert serving.tokens(8) == 8
     assert serving.invocation() == before
 
@@ -167,6 +180,11 @@ def test_without_a_daemon_history_and_hand_back_work(no_daemon: InferenceHost) -
     assert "Nothing is held" in printed(no_daemon, "hand-back")
 
 
+@pytest.mark.parametrize("words", [*OF_THE_DAEMON, ("history",), ("hand-back",)], ids=lambda words: words[0])
+def test_who_is_not_root_is_told_so(serving: InferenceHost, words: tuple[str, ...]) -> None:
+    assert "root" in complaint(run(serving, *words, by=NOBODY), 1)
+
+
 def test_who_is_not_root_may_check_the_settings(serving: InferenceHost) -> None:
     assert run(serving, "check-config", by=NOBODY).returncode == 0
 
@@ -175,7 +193,7 @@ def test_without_a_bus_hand_back_says_so(no_daemon: InferenceHost) -> None:
     assert "bus" in complaint(run(no_daemon, "hand-back", env=NO_BUS), 1)
 
 
-@pytest.mark.parametrize("words", [*ALL, ("run",)], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", OF_THE_SETTINGS, ids=lambda words: words[0])
 def test_bad_settings_are_told_by_file_key_found_and_allowed(serving: InferenceHost, words: tuple[str, ...]) -> None:
     serving.host.write("/etc/bad.toml", BAD_SETTINGS)
     done = run(serving, *words, "--config=/etc/bad.toml")
@@ -184,6 +202,15 @@ def test_bad_settings_are_told_by_file_key_found_and_allowed(serving: InferenceH
     assert lines[0] == '/etc/bad.toml: log_level: found "loud"; allowed is one of "debug", "info", "warning", "error".'
     assert lines[1] == '/etc/bad.toml: units."sglang.service".act: found "yes"; allowed is true or false.'
     assert "did you mean soak?" in lines[2]
+
+
+def test_bad_settings_do_not_keep_hand_back_from_its_work(no_daemon: InferenceHost) -> None:
+    no_daemon.host.write("/etc/bad.toml", BAD_SETTINGS)
+    done = run(no_daemon, "hand-back", "--config=/etc/bad.toml")
+    assert (done.returncode, done.stdout) == (0, "Nothing is held.\n")
+    assert done.stderr.count("\n") == 1
+    assert STATE in done.stderr
+    assert "/etc/bad.toml: log_level" in done.stderr
 
 
 def test_settings_that_are_not_there_are_told_in_one_line(serving: InferenceHost) -> None:
