@@ -27,6 +27,7 @@ from sim_sglang.simulation import Simulation
 from waiting import wait_until
 
 SERVICE = "sglang-watchdog.service"
+HAND_BACK = "sglang-watchdog-hand-back.service"
 SETTINGS = "/etc/sglang-watchdog/config.toml"
 STATE = "/var/lib/sglang-watchdog"
 COMMAND = Path(sys.prefix) / "bin/sglang-watchdog"
@@ -332,8 +333,11 @@ def _watchdog(inference: InferenceHost, settings: Mapping[str, object]) -> Itera
     host.run("ln", "--symbolic", "--force", "--no-dereference", COMMAND, INSTALLED)
     variables = f"LD_LIBRARY_PATH={sim_nvml.build.library()} SIM_NVML_DIR={CARDS}"
     # The simulated driver writes down when it first saw a process gone; every reader shares that.
-    drop_in = f"[Service]\nEnvironment={variables}\nReadWritePaths={CARDS}\n"
+    # The checkout stays in sight where it lies under /tmp or /var/tmp, of which the service has its own.
+    seen = f"BindReadOnlyPaths={CHECKOUT}"
+    drop_in = f"[Service]\nEnvironment={variables}\nReadWritePaths={CARDS}\n{seen}\n"
     host.write(f"/etc/systemd/system/{SERVICE}.d/lab.conf", drop_in)
+    host.write(f"/etc/systemd/system/{HAND_BACK}.d/lab.conf", f"[Service]\n{seen}\n")
     host.write(SETTINGS, settings_text(inference.unit, inference.metrics_port, settings))
     host.systemctl("daemon-reload")
     started = host.systemctl("start", SERVICE, check=False)

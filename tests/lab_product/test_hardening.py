@@ -137,7 +137,7 @@ def answers(lab: LabHost) -> Iterator[dict[str, object]]:
     lab.write(f"/etc/systemd/system/{SERVICE}", (CHECKOUT / "contrib" / "systemd" / SERVICE).read_text())
     lab.write(
         f"/etc/systemd/system/{SERVICE}.d/probe.conf",
-        f"[Service]\nExecStart=\nExecStart={sys.executable} /opt/probe.py\n",
+        f"[Service]\nExecStart=\nExecStart={sys.executable} /opt/probe.py\nBindReadOnlyPaths={CHECKOUT}\n",
     )
     lab.unit("watched.service", WATCHED)
     lab.systemctl("start", "watched.service")

@@ -29,7 +29,7 @@ class Watchdog:
         # The simulated driver writes down when it first saw a process gone, hence the writable path.
         self.host.write(
             f"/etc/systemd/system/{SERVICE}.d/lab.conf",
-            f"[Service]\nExecStart=\nExecStart={COMMAND} run\nReadWritePaths={CARDS}\n"
+            f"[Service]\nExecStart=\nExecStart={COMMAND} run\nReadWritePaths={CARDS}\nBindReadOnlyPaths={CHECKOUT}\n"
             f"Environment=LD_LIBRARY_PATH={sim_nvml.build.library()} SIM_NVML_DIR={CARDS}\n",
         )
         self.host.write(SETTINGS, settings_text(unit, self.metrics_port, settings))
