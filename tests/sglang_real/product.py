@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sim_nvml.build
-from lab.host import LabHost
+from lab.host import CHECKOUT, LabHost
 from lab_product.installed import CARDS, COMMAND, SERVICE, SETTINGS, SHIPPED, settings_text
 from sglang_real.following import Entry, wait_for_entry
 from sglang_watchdog.reporting.alerts import AlertId
