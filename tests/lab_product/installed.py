@@ -69,6 +69,7 @@ class SeenAlert:
 class Followed:
     """Journal entries as they come: PID 1's about the unit, and the watchdog's. Half a second behind."""
 
+    unit: str
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -76,7 +77,7 @@ class Followed:
     def by(cls, host: LabHost, unit: str) -> "Iterator[Followed]":
         command = ("journalctl", "--follow", "--no-tail", "--output=json", "--all", "--quiet")
         matches = ("_PID=1", f"UNIT={unit}", "+", "SYSLOG_IDENTIFIER=sglang-watchdog")
-        followed = cls()
+        followed = cls(unit)
         with host.popen(*command, *matches, stdout=subprocess.PIPE) as journalctl:
             reader = threading.Thread(target=followed._read, args=(journalctl,), daemon=True)
             reader.start()
@@ -93,7 +94,8 @@ class Followed:
                 self.entries.append(json.loads(line))
 
     def alerts(self) -> list[SeenAlert]:
-        return [SeenAlert.of(entry) for entry in list(self.entries) if f"{_FIELD}UNIT" in entry]
+        """Of the unit alone: a host that is shared has seen others."""
+        return [SeenAlert.of(entry) for entry in list(self.entries) if entry.get(f"{_FIELD}UNIT") == self.unit]
 
 
 @dataclass
