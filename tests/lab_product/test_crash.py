@@ -187,7 +187,7 @@ def test_of_two_units_the_one_that_fails_is_recovered_and_the_other_left_in_peac
         small = dataclasses.replace(AT_ONCE, profile="tiny", nvml=CARDS)
         flags = ("--base-gpu-id", "3", "--max-total-tokens", "1024")
         unit = SglangUnit("small.service", free_port(), small, steps=None, tp=1, flags=flags)
-        other = InferenceHost(host.host, unit, host.metrics_port, Followed())
+        other = InferenceHost(host.host, unit, host.metrics_port, Followed(unit.name))
         other.write_unit(unit)
         host.host.write("/etc/sglang-watchdog/config.d/small.toml", f'[units."{unit.name}"]\nact = true\nsoak = 0.5\n')
         host.reload()

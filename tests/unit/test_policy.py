@@ -93,6 +93,15 @@ class TestHeldMemory:
         freed = past(FailureClass.GPU_MEMORY_HELD, steps=(Step.HOLD, Step.FREE), outcome=Outcome.RECOVERED)
         assert decide(self.VERDICT, replace(FACTS, left_overs=True, history=(freed,))).target is None
 
+    def test_a_stranger_that_stays_ends_in_a_config_that_needs_less(self) -> None:
+        """Nothing is ours to free, so systemd's own restart was the one try of the same config."""
+        reported = past(FailureClass.GPU_MEMORY_HELD, outcome=Outcome.REPORTED)
+        assert decide(self.VERDICT, replace(FACTS, history=(reported,))).target == config(4)
+        known_good_itself = replace(FACTS, running=config(4), history=(reported,))
+        assert decide(self.VERDICT, known_good_itself).steps == ()
+        long_ago = past(FailureClass.GPU_MEMORY_HELD, outcome=Outcome.REPORTED, opened=NOW - 7200)
+        assert decide(self.VERDICT, replace(FACTS, history=(long_ago,))).steps == ()
+
     def test_memory_of_strangers_only_is_a_humans_matter(self) -> None:
         plan = decide(self.VERDICT, FACTS)
         assert plan.steps == ()

@@ -117,28 +117,33 @@ def _after_stop_timeout(facts: Facts) -> Plan:
 
 
 def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
-    if not facts.left_overs and not _freed_before(facts):
-        return Plan("The memory is held by processes that are not proven to be this unit's: a human has to decide.")
-    if not _freed_before(facts):
-        if spent := _spent(facts):
-            return _held(spent)
-        steps = (Step.HOLD, Step.FREE, Step.START, Step.VERIFY)
-        return Plan("The cards were not clean: free them and try the same config once more.", steps)
-    if diagnosis.rollback_helps is not False:
+    """Free, try the same config once, then roll back. Where nothing is ours to free, systemd's restart is the try."""
+    if diagnosis.rollback_helps is not False and _tried_before(facts) and _target(facts) is not None:
         return _roll_back(facts)
-    return Plan("The cards were freed once and the same config failed again.", (Step.HOLD,), hold=True)
+    if _freed_before(facts):
+        return Plan("The cards were freed once and the same config failed again.", (Step.HOLD,), hold=True)
+    if not facts.left_overs:
+        return Plan("The memory is held by processes that are not proven to be this unit's: a human has to decide.")
+    if spent := _spent(facts):
+        return _held(spent)
+    steps = (Step.HOLD, Step.FREE, Step.START, Step.VERIFY)
+    return Plan("The cards were not clean: free them and try the same config once more.", steps)
 
 
-def _freed_before(facts: Facts) -> bool:
-    """The last incident freed the cards, and the config failed again all the same."""
+def _tried_before(facts: Facts) -> bool:
+    """The last incident was the same, lately: freed by us in vain, or with nothing to free."""
     last = facts.history[0] if facts.history else None
     return (
         last is not None
         and last.failure is FailureClass.GPU_MEMORY_HELD
-        and Step.FREE in last.steps
-        and last.outcome is Outcome.FAILED
+        and last.outcome in (Outcome.FAILED, Outcome.REPORTED)
         and facts.now - last.opened < facts.budget.window
     )
+
+
+def _freed_before(facts: Facts) -> bool:
+    """The last incident freed the cards, and the config failed again all the same."""
+    return _tried_before(facts) and Step.FREE in facts.history[0].steps
 
 
 def _roll_back(facts: Facts) -> Plan:
