@@ -190,7 +190,9 @@ class LabHost:
 
     def _enter(self) -> list[str]:
         files = [str(file) for file in HostGroups(self.name).visitor_files]
-        enter = ["sh", "-c", keeper.ENTER_GROUPS, "enter", *files, "--", "nsenter", f"--target={self.leader}", "--all"]
+        # The root by itself too: where this machine is a chroot, nspawn cannot pivot, and the namespace's is another one.
+        nsenter = ["nsenter", f"--target={self.leader}", "--all", "--root", "--wd=/"]
+        enter = ["sh", "-c", keeper.ENTER_GROUPS, "enter", *files, "--", *nsenter]
         return [*enter, "--", "setpriv", "--pdeathsig", "KILL", "--"]
 
     def write(self, path: str | Path, text: str, mode: int = 0o644) -> None:
