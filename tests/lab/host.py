@@ -190,8 +190,9 @@ class LabHost:
 
     def _enter(self) -> list[str]:
         files = [str(file) for file in HostGroups(self.name).visitor_files]
-        # The root by itself too: where this machine is a chroot, nspawn cannot pivot, and the namespace's is another one.
-        nsenter = ["nsenter", f"--target={self.leader}", "--all", "--root", "--wd=/"]
+        # The root as well: where this machine is a chroot, nspawn cannot pivot, and the namespace's own is another.
+        root = f"/proc/{self.leader}/root"
+        nsenter = ["nsenter", f"--target={self.leader}", "--all", "--root", f"--wd={root}"]
         enter = ["sh", "-c", keeper.ENTER_GROUPS, "enter", *files, "--", *nsenter]
         return [*enter, "--", "setpriv", "--pdeathsig", "KILL", "--"]
 
