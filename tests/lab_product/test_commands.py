@@ -146,7 +146,9 @@ def test_free_ends_the_left_over_of_its_unit_alone(serving: InferenceHost, bysta
 def test_free_leaves_a_running_launch_alone(serving: InferenceHost) -> None:
     before = serving.invocation()
     would = asked(serving, "free", serving.unit, "--dry-run")
-    assert (would["ended"], len(would["spared"])) == ([], CARD_COUNT)
+    # A host that tests share may still show a neighbour's process that the driver is about to let go.
+    ranks = [spared for spared in would["spared"] if "runs now" in spared["why"]]
+    assert (would["ended"], len(ranks)) == ([], CARD_COUNT)
     assert f"{serving.unit} is active (running): stop it" in complaint(run(serving, "free", serving.unit), 1)
     assert serving.tokens(8) == 8
     assert serving.invocation() == before
