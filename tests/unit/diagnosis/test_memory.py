@@ -236,3 +236,24 @@ def test_with_a_ledger_a_managed_memory_flag_can_be_what_a_rollback_cures() -> N
     )
     assert answer.failure is Class.KV_CACHE_OOM
     assert answer.rollback_helps is True
+
+
+@pytest.mark.parametrize(("good", "helps"), [(4, None), (10, False)])
+def test_beside_a_stranger_a_proven_config_may_still_fit_unless_it_is_what_failed(
+    good: int, helps: bool | None
+) -> None:
+    words = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps"]
+    argv = ("python3", "-m", "sglang.launch_server", *words, "10")
+    answer = (
+        launch(before=53.0, after=23.0)
+        .raises(NO_POOL)
+        .ended()
+        .diagnosis(
+            has_ledger=True,
+            launch=Launch("sglang.service", "a" * 32, 0.0, argv=argv),
+            known_good=SpeculationConfig.of([*words, str(good)]),
+            gpu_before=clean_cards(),
+            held_before=(held(40, ours=False),),
+        )
+    )
+    assert (answer.failure, answer.rollback_helps) == (Class.GPU_MEMORY_HELD, helps)

@@ -27,6 +27,8 @@ def _with_ledger(case: Case, verdict: Verdict, helps: bool | None) -> bool | Non
     if good is None or not argv:
         return None if helps else helps
     ran = SpeculationConfig.of(argv, case.managed)
+    if verdict.failure is Class.GPU_MEMORY_HELD:
+        return False if ran.same_as(good) else None  # what is proven may need less than is left
     if ran.same_as(good):
         return False if verdict.failure in _DEPENDS | _SOFTWARE else helps
     if verdict.failure in _POOLS and _others(ran) != _others(good):
