@@ -104,7 +104,7 @@ def _asked(ending: Ending) -> Verdict:
         return _evicted(ending, evicted)
     client = ending.timeline.word(Word.CLIENT_KILL)
     if client and not ending.stopping:
-        return _client_kill(ending, client)
+        return client_kill(ending, client)
     return _requested(ending)
 
 
@@ -194,7 +194,7 @@ def _evicted(ending: Ending, hit: Hit) -> Verdict:
     )
 
 
-def _client_kill(ending: Ending, said: Said) -> Verdict:
+def client_kill(ending: Ending, said: Said) -> Verdict:
     return Verdict(
         Class.EXTERNAL_KILL,
         0.95,

@@ -1,7 +1,7 @@
 """Ends for which systemd's words are all that there is: starts that failed or took too long, and kills from outside."""
 
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.ending import Ending
+from sglang_watchdog.diagnosis.ending import Ending, client_kill
 from sglang_watchdog.diagnosis.manager import Said, Word
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.verdict import Verdict, of_hit, of_said, of_unit
@@ -90,18 +90,7 @@ def _start_timeout(case: Case, ending: Ending) -> Verdict | None:
 
 def _client_kill(case: Case, ending: Ending) -> Verdict | None:
     said = case.timeline.word(Word.CLIENT_KILL)
-    if not said:
-        return None
-    return Verdict(
-        Class.EXTERNAL_KILL,
-        0.95,
-        f"Somebody sent {said.detail} to the server through systemd (`systemctl kill`).",
-        evidence=(of_said(said), *ending.proofs()),
-        ruled_out=(
-            RuledOut(Class.HOST_OOM_KILL, "systemd names a client's request as the sender of the signal"),
-            RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop was asked for"),
-        ),
-    )
+    return client_kill(ending, said) if said else None
 
 
 def _start_limit(case: Case, ending: Ending) -> Verdict | None:

@@ -22,10 +22,6 @@ class Gpu:
     used_bytes: int
     holders: tuple[GpuHolder, ...] = ()
 
-    @property
-    def free_bytes(self) -> int:
-        return self.total_bytes - self.used_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:

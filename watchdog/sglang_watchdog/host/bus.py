@@ -91,9 +91,6 @@ class Systemd:
         not enabled unit are not forgotten."""
         self._unit_call(unit, b"Ref")
 
-    def unref(self, unit: str) -> None:
-        self._unit_call(unit, b"Unref")
-
     def start(self, unit: str) -> int:
         """Queues a start in mode `fail` and returns the job id. Raises `JobRefused` where another job is queued."""
         return self._job(b"StartUnit", unit)
@@ -108,15 +105,6 @@ class Systemd:
     def kill(self, unit: str, signal: int) -> None:
         """Sends a signal to every process of the unit's cgroup: systemd does it, so no pid can be mistaken."""
         self._manager(b"KillUnit", b"ssi", unit, "all", signal)
-
-    def version(self) -> str:
-        body = self._call(_ROOT, _PROPERTIES, b"Get", b"ss", _MANAGER, b"Version").decode()
-        return str(body)
-
-    def units(self, pattern: str) -> tuple[str, ...]:
-        """Names of loaded units that match a glob. For commands only: never polled."""
-        rows = self._manager(b"ListUnitsByPatterns", b"asas", [], [pattern.encode()])
-        return tuple(sorted(row[0].decode() for row in rows or ()))
 
     def _path(self, unit: str) -> bytes:
         path: bytes = self._manager(b"LoadUnit", b"s", unit)
