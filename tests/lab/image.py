@@ -34,6 +34,9 @@ MASKED_GENERATORS = (
     "systemd-ssh-generator",
     "systemd-sysv-generator",
 )
+# What an admin, or an installed watchdog, keeps on the machine. A host starts without it, or a unit of the machine
+# would take part in a test of the same name.
+LOCAL = ("etc/systemd/system", "etc/sglang-watchdog", "var/lib/sglang-watchdog")
 # In memory, bounded, and without a rate limit: a test that wants journald's limit says so in its unit.
 JOURNALD = """\
 [Journal]
@@ -46,8 +49,9 @@ ForwardToWall=no
 
 
 def prepare(root: Path, name: str) -> None:
+    for folder in LOCAL:
+        _remove(root / folder)
     etc = root / "etc"
-    _disable_all(etc / "systemd/system")
     for unit in MASKED:
         _link(etc / "systemd/system" / unit, "/dev/null")
     for generator in MASKED_GENERATORS:
@@ -59,10 +63,11 @@ def prepare(root: Path, name: str) -> None:
     _write(etc / "hosts", f"127.0.0.1 localhost {name}\n::1 localhost\n")
 
 
-def _disable_all(units: Path) -> None:
-    for pattern in ("*.wants", "*.requires"):
-        for folder in units.glob(pattern):
-            shutil.rmtree(folder)
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():  # its target may lie out of the root
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def _link(path: Path, target: str) -> None:
