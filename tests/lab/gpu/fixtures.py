@@ -52,6 +52,7 @@ class Wanted:
 
 WANTED = (
     Wanted("cgroup_oom_kill", "host_memory", "cgroup_oom_kill", False),
+    Wanted("oomd_kill", "pressure", "cgroup_oom_kill", False),
     Wanted("graph_oom_torch", "graph_oom", "cuda_graph_oom", True),
     Wanted("draft_pool_oom_torch", "pool_oom", "kv_cache_oom", True),
     Wanted("weights_beside_100_gib", "held_weights", "gpu_memory_held", False),
@@ -107,6 +108,8 @@ def _kept(entries: list[dict[str, Any]], invocation: str) -> Iterator[dict[str, 
 
 def _is_kill(entry: dict[str, Any]) -> bool:
     text = entry.get("MESSAGE")
+    if entry.get("SYSLOG_IDENTIFIER") == "systemd-oomd" and UNIT in str(text):
+        return True
     return entry.get("_TRANSPORT") == "kernel" and isinstance(text, str) and any(word in text for word in KERNEL_WORDS)
 
 

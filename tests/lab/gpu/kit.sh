@@ -9,7 +9,7 @@ here="$checkout/.venv/bin/python"
 mkdir -p "$kit/debs" "$kit/whl"
 
 cd "$kit/debs"
-[ -n "$(ls)" ] || apt-get download systemd libsystemd-shared libsystemd0 systemd-container dbus dbus-daemon dbus-bin \
+[ -n "$(ls)" ] || apt-get download systemd libsystemd-shared libsystemd0 systemd-container systemd-oomd dbus dbus-daemon dbus-bin \
     dbus-system-bus-common dbus-session-bus-common libdbus-1-3 libcryptsetup12 libip4tc2 libkmod2 libapparmor1 \
     libseccomp2 libdevmapper1.02.1 libargon2-1 libjson-c5 libfdisk1 libexpat1 libssl3
 for deb in *%*; do [ ! -e "$deb" ] || mv "$deb" "$(echo "$deb" | tr -d '%')"; done

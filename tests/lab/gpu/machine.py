@@ -30,6 +30,8 @@ DRIVER = Path("/usr/local/nvidia")
 GROUP = Path("/sys/fs/cgroup/gpu-lab")
 WATCHDOG = "opt/sglang-watchdog"
 SITE = "opt/server-site"
+# The one writable folder of the host that is no tmpfs: pages of its files can be reclaimed.
+ON_DISK = Path("/var/tmp/gpu-lab-disk")
 POWEROFF_SIGNAL = signal.SIGRTMIN + 4
 LIBRARIES = ("usr/lib/x86_64-linux-gnu/systemd", "usr/lib/x86_64-linux-gnu")
 # Without them in-kernel programs are refused, and with these DeviceAllow= and IPAddressDeny= of units.
@@ -105,9 +107,8 @@ def _merge_usr(packages: Path) -> None:
 
 
 def _add_users(root: Path) -> None:
-    for path, line in (("etc/passwd", "messagebus:x:981:981::/nonexistent:/usr/sbin/nologin"),):
-        _append(root / path, line)
-    for name, number in (("messagebus", 981), ("systemd-journal", 980)):
+    for name, number in (("messagebus", 981), ("systemd-journal", 980), ("systemd-oom", 979)):
+        _append(root / "etc/passwd", f"{name}:x:{number}:{number}::/nonexistent:/usr/sbin/nologin")
         _append(root / "etc/group", f"{name}:x:{number}:")
 
 
@@ -161,6 +162,8 @@ def _nspawn(root: Path, console: Path, options: Sequence[str]) -> subprocess.Pop
     command += ["--register=no", "--keep-unit", "--resolv-conf=off", "--timezone=off", "--link-journal=no", *options]
     command += [f"--bind=/dev/{name}" for name in DEVICES if Path("/dev", name).exists()]
     command += [f"--bind-ro={path}" for path in _binds()]
+    ON_DISK.mkdir(parents=True, exist_ok=True)
+    command.append(f"--bind={ON_DISK}")
     enter = f'echo $$ > {GROUP}/cgroup.procs; exec "$@"' if GROUP.exists() else 'exec "$@"'
     with console.open("w") as out:
         return subprocess.Popen(

@@ -18,6 +18,7 @@ from typing import Any
 
 from demo import story
 from lab.gpu.inference import Card, GpuInference, gpu_inference, start_holder
+from lab.gpu.machine import ON_DISK
 from lab.gpu.server import HOLD, Stray, stray_command
 from lab.host import LabHost
 from lab_product.client import Client
@@ -223,8 +224,8 @@ def neighbour(stage: Stage) -> dict[str, Any]:
 
 
 def newcomer(stage: Stage) -> dict[str, Any]:
-    """As `states`, beside a stranger with 1.5 GiB that came after the proof: far less than what is missing."""
-    return _rolled_back(stage, "kv_cache_oom", late=3 * GIB // 2)
+    """As `states`, beside a stranger with 1.5 GiB that came after the proof, so that its bytes are looked at first."""
+    return _rolled_back(stage, "gpu_memory_held", late=3 * GIB // 2)
 
 
 def _rolled_back(stage: Stage, failure: str, beside: int = 0, late: int = 0, **options: Any) -> dict[str, Any]:
@@ -325,6 +326,40 @@ def host_memory(stage: Stage) -> dict[str, Any]:
         found["show"] = inference.show("Result", "ExecMainCode", "ExecMainStatus", "OOMPolicy", "MemoryMax")
         stage.expect(found["show"]["Result"] == "oom-kill", "systemd says oom-kill")
         return found
+
+
+def pressure(stage: Stage) -> dict[str, Any]:
+    """As `host_memory`, with systemd-oomd before the kernel: it kills a unit that stalls on its MemoryHigh=."""
+    host = stage.host
+    host.run("mkdir", "-p", "/etc/systemd/oomd.conf.d")
+    host.write("/etc/systemd/oomd.conf.d/lab.conf", "[OOM]\nDefaultMemoryPressureDurationSec=2s\n")
+    host.systemctl("start", "systemd-oomd.service", check=False, timeout=30)
+    found: dict[str, Any] = {
+        "oomd": host.show("systemd-oomd.service", "ActiveState", "ConditionResult", "Result"),
+        "oomd says": _said(host, "systemd-oomd.service")[-2000:],
+        "pressure": host.run("sh", "-c", "head /proc/pressure/*", check=False).stdout,
+    }
+    if found["oomd"]["ActiveState"] != "active":
+        stage.expect(False, f"systemd-oomd runs: {found['oomd']} {found['oomd says']}")
+        return found
+    environment = {"GPU_LAB_HOST_MIB": "8192"}
+    with stage.inference(settings=OBSERVING, restart="no", environment=environment) as inference:
+        # The reader fills the group with pages of a file: without swap nothing else can be reclaimed, and oomd spares
+        # a group in which nothing is.
+        limit = (
+            "[Service]\nMemoryHigh=5G\nManagedOOMMemoryPressure=kill\nManagedOOMMemoryPressureLimit=10%\n"
+            f"ExecStartPost=/bin/sh -c '(dd if=/dev/zero of={ON_DISK}/pages bs=1M count=2048;"
+            f" while cat {ON_DISK}/pages; do :; done) >/dev/null 2>&1 &'\n"
+        )
+        host.write(f"{inference.sglang.file_path}.d/20-limit.conf", limit)
+        inference.reload()
+        try:
+            found |= _one_launch(stage, inference, "cgroup_oom_kill")
+        finally:
+            found["oomctl"] = host.run("oomctl", check=False).stdout[-3000:]
+        found["show"] = inference.show("Result", "ExecMainCode", "ExecMainStatus", "OOMPolicy", "MemoryHigh")
+        stage.expect(found["show"]["Result"] == "oom-kill", "systemd says oom-kill")
+    return found
 
 
 def pid_namespaces(stage: Stage) -> dict[str, Any]:
@@ -435,6 +470,7 @@ SCENARIOS: dict[str, Scenario] = {
     "zombie": zombie,
     "held_states": plain("held_states", "gpu_memory_held", held_gib=50),
     "host_memory": host_memory,
+    "pressure": pressure,
     "graph_oom": plain("graph_oom", "cuda_graph_oom", steps=10, fraction="0.95"),
     "pool_oom": plain("pool_oom", "kv_cache_oom", fraction="0.995"),
     "states_refused": plain("states_refused", "kv_cache_oom", steps=10),
