@@ -51,8 +51,9 @@ def process(
     started: float = 9100.0,
     ancestors: tuple[Ancestor, ...] = (INIT,),
     name: str = "python3",
+    terminal: bool = False,
 ) -> ProcessFacts:
-    return ProcessFacts(pid, started, name, "S", 0, cgroup, ancestors, argv, invocation)
+    return ProcessFacts(pid, started, name, "S", 0, cgroup, ancestors, argv, invocation, terminal)
 
 
 # The proofs
@@ -132,6 +133,51 @@ def test_a_unit_in_a_container_of_its_own_has_left_overs_all_the_same() -> None:
 def test_a_process_older_than_the_launch_whose_id_it_has_is_a_stranger() -> None:
     """Nobody can have the id before the launch has, so somebody put it there."""
     assert verdict(process(invocation=ENDED.invocation, started=8000.0), DOWN, LEDGER).owner is Owner.STRANGER
+
+
+def test_what_a_person_replays_with_the_id_in_a_shell_is_a_stranger_where_no_cgroup_tells_of_a_login() -> None:
+    """`pct enter`, `docker exec` and nsenter leave a shell in a group that says nothing, below nobody's sshd."""
+    for cgroup in ("/", "/system.slice"):
+        replayed = process(cgroup=cgroup, invocation=ENDED.invocation, terminal=True)
+        assert verdict(replayed, DOWN, LEDGER).owner is Owner.STRANGER
+        assert verdict(replace(replayed, terminal=False), DOWN, LEDGER).owner is Owner.OURS
+
+
+def test_what_is_started_with_the_id_after_the_launch_ended_is_a_stranger() -> None:
+    assert ENDED.ended is not None
+    late = process(invocation=ENDED.invocation, started=ENDED.ended + 5)
+    assert verdict(late, DOWN, LEDGER).owner is Owner.STRANGER
+    unknown_end = replace(ENDED, ended=None)
+    assert verdict(late, DOWN, (unknown_end,)).owner is Owner.OURS
+
+
+def test_a_holder_that_a_recorded_left_over_starts_again_is_ours_however_late() -> None:
+    again = process(started=99_999.0, ancestors=(Ancestor(MAIN, "supervise"), INIT), invocation=ENDED.invocation)
+    assert verdict(again, DOWN, LEDGER).proof is Proof.DESCENDANT
+
+
+def test_a_titled_orphan_without_record_or_readable_environment_is_a_stranger() -> None:
+    """setproctitle has overwritten its environment, and it was born and orphaned between two looks."""
+    assert verdict(process(argv=TITLE, name="sglang::schedul"), DOWN, LEDGER).owner is Owner.STRANGER
+
+
+def test_another_tenants_server_with_the_same_command_and_title_is_a_stranger_in_every_state() -> None:
+    tenant = process(
+        argv=TITLE,
+        name="sglang::schedul",
+        cgroup="/system.slice/tenant.service",
+        invocation="f" * 32,
+        ancestors=(Ancestor(ProcessId(8000, 940_000), "python3"), INIT),
+    )
+    for unit in (DOWN, UP, replace(DOWN, active_state=ActiveState.ACTIVATING, sub_state="auto-restart")):
+        assert verdict(tenant, unit, LEDGER).owner is Owner.STRANGER
+
+
+def test_a_zombie_that_was_recorded_is_ours_and_one_that_was_not_is_a_strangers() -> None:
+    """Its command line and environment are empty, and its cgroup is the root's."""
+    for pid, owner in ((WORKER, Owner.OURS), (ORPHAN, Owner.STRANGER)):
+        zombie = replace(process(pid, cgroup="/", argv=()), state="Z")
+        assert verdict(zombie, DOWN, LEDGER).owner is owner
 
 
 def test_the_id_of_another_units_launch_proves_nothing() -> None:
@@ -249,6 +295,7 @@ FACTS = st.builds(
     st.lists(st.builds(Ancestor, PIDS, NAMES), max_size=3).map(tuple),
     HARMLESS_ARGV,
     st.none() | INVOCATIONS,
+    st.booleans(),
 )
 
 
@@ -272,6 +319,7 @@ def test_nothing_is_ours_without_a_proof(facts: ProcessFacts, unit: UnitSnapshot
             assert recorded & {ancestor.id for ancestor in facts.ancestors if ancestor.id.pid > 1}
         case Proof.INVOCATION:
             assert any(one.invocation == facts.invocation and facts.started >= one.started - 1 for one in ended)
+            assert not facts.terminal
         case Proof.CGROUP:
             assert unit.ended
             assert in_group(facts.cgroup, unit.control_group)

@@ -76,6 +76,27 @@ def test_facts_of_a_child_name_its_ancestors_and_group(child: subprocess.Popen[b
     assert (facts.argv, facts.invocation) == (None, None)
 
 
+def test_a_process_with_a_terminal_is_told_from_one_without() -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as without:
+        try:
+            assert processes.facts(without.pid).terminal is False  # type: ignore[union-attr]
+        finally:
+            without.kill()
+    master, slave = os.openpty()
+    code = "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); print(flush=True); signal.pause()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=slave, stdout=subprocess.PIPE, start_new_session=True
+    ) as person:
+        try:
+            assert person.stdout is not None
+            person.stdout.readline()
+            assert processes.facts(person.pid).terminal is True  # type: ignore[union-attr]
+        finally:
+            person.kill()
+            os.close(master)
+            os.close(slave)
+
+
 def test_of_a_process_that_is_gone_nothing_is_told() -> None:
     assert processes.facts(NO_PID) is None
     assert processes.command_line(NO_PID) == ()

@@ -38,7 +38,8 @@ class ProcessFacts:
 
     `argv` has its secrets removed and is None where it cannot be read (a process that is stuck in the driver blocks
     whoever reads it); it is empty for a zombie and a kernel thread. `invocation` is None where the environment has no
-    INVOCATION_ID or cannot be read: a title set by setproctitle overwrites the environment.
+    INVOCATION_ID or cannot be read: a title set by setproctitle overwrites the environment. `terminal`: it has a
+    controlling one, as what a person runs in a shell has.
     """
 
     id: ProcessId
@@ -50,6 +51,7 @@ class ProcessFacts:
     ancestors: tuple[Ancestor, ...] = ()
     argv: tuple[str, ...] | None = None
     invocation: str | None = None
+    terminal: bool = False
 
     @property
     def zombie(self) -> bool:

@@ -81,6 +81,7 @@ def facts(pid: int) -> ProcessFacts | None:
         uid=_uid(pid),
         cgroup=cgroup(pid),
         ancestors=ancestors(pid),
+        terminal=fields[4] != "0",
     )
     return found if identify(pid) == identity else None  # else the pid changed hands between two readings
 

@@ -152,10 +152,20 @@ class _Question:
     def _inherited(self) -> Ownership | None:
         for launch in self._ended:
             if launch.invocation and launch.invocation == self._facts.invocation:
-                if self._facts.started < launch.started - _START_SLACK_S:
-                    return self._says(Owner.STRANGER, f"it is older than launch {launch.invocation}, whose id it has")
+                if doubt := self._replayed(launch):
+                    return self._says(Owner.STRANGER, doubt)
                 return self._ours(Proof.INVOCATION, f"its environment has the id of launch {launch.invocation}")
         return None
+
+    def _replayed(self, launch: Launch) -> str:
+        """Why the launch's id can have come into the environment by somebody's hand; empty where it was inherited."""
+        if self._facts.started < launch.started - _START_SLACK_S:
+            return f"it is older than launch {launch.invocation}, whose id it has"
+        if launch.ended is not None and self._facts.started > launch.ended + _START_SLACK_S:
+            return f"it was started after launch {launch.invocation} had ended, whose id it has"
+        if self._facts.terminal:
+            return f"it has a terminal, so a person has started it with the id of launch {launch.invocation}"
+        return ""
 
     def _in_cgroup_of_unit(self) -> Ownership | None:
         if not (self._unit.ended and self._in_unit):
