@@ -66,7 +66,7 @@ def test_a_wheel_installs_sglang_watchdog_and_nothing_else(tmp_path: Path) -> No
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"sglang_watchdog"}
     assert "sglang_watchdog/py.typed" in names
-    assert "sglang_watchdog/diagnosis/signatures.toml" in names
+    assert "sglang_watchdog/diagnosis/wordings/pools.toml" in names
 
 
 def tracked_files() -> list[Path]:

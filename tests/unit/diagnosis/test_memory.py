@@ -257,3 +257,32 @@ def test_beside_a_stranger_a_proven_config_may_still_fit_unless_it_is_what_faile
         )
     )
     assert (answer.failure, answer.rollback_helps) == (Class.GPU_MEMORY_HELD, helps)
+
+
+def of_release(version: str) -> dict[str, object]:
+    return {"launch": Launch(unit=UNIT, invocation="a" * 32, started=1.0, version=version)}
+
+
+@pytest.mark.parametrize("version", ["0.6.2", "0.3.1"])
+def test_of_an_unknown_release_every_wording_counts_and_the_report_says_so(version: str) -> None:
+    log = (
+        LaunchLog().ready().raises("AssertionError: Failed to retract any request. No space left for only one request.")
+    )
+    answer = log.diagnosis(**of_release(version))
+    assert answer.failure is Class.KV_CACHE_OOM
+    assert f"SGLang {version} is not among the releases whose wordings are known (0.4.6 to 0.5.23)" in answer.advice[-1]
+
+
+def test_a_wording_that_a_known_release_does_not_print_is_not_its_own() -> None:
+    log = (
+        LaunchLog()
+        .ready()
+        .raises("ValueError: Out of memory even after retracting all other requests in the decode batch.")
+    )
+    assert log.diagnosis(**of_release("0.5.9")).failure is Class.KV_CACHE_OOM
+    assert log.diagnosis(**of_release("0.5.16")).failure is Class.SOFTWARE_EXCEPTION
+
+
+def test_a_log_that_does_not_tell_its_release_is_read_with_the_wordings_of_all() -> None:
+    answer = LaunchLog().sglang(TRACEBACK, NO_POOL).diagnosis()
+    assert "SGLang's release cannot be told from this log" in answer.advice[-1]

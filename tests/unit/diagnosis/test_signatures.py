@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_watchdog.diagnosis.signatures import Meaning, Release, ReleaseMark, ReleaseRange, Signature, catalog
+from sglang_watchdog.diagnosis.signatures import Meaning, ReleaseMark, ReleaseRange, Signature, catalog
 from sglang_watchdog.domain.evidence import Source
 
 SIGNATURES = catalog().signatures
@@ -11,6 +11,7 @@ SIGNATURES = catalog().signatures
 @pytest.mark.parametrize("signature", SIGNATURES, ids=lambda s: s.id)
 def test_a_signature_matches_its_samples_and_not_its_neighbours(signature: Signature) -> None:
     assert signature.samples
+    assert signature.others
     assert [line for line in signature.samples if not signature.search(line)] == []
     assert [line for line in signature.others if signature.search(line)] == []
 
@@ -45,13 +46,16 @@ def test_a_release_mark_matches_its_samples(mark: ReleaseMark) -> None:
 
 
 def test_ranges_of_releases_narrow_and_never_contradict() -> None:
-    def parsed(since: str, until: str) -> ReleaseRange:
-        return ReleaseRange(Release.parse(since), Release.parse(until))
-
-    both = parsed("0.5.10", "").narrowed(parsed("", "0.5.18"))
-    assert both == parsed("0.5.10", "0.5.18")
-    assert both.narrowed(parsed("0.6", "")) == both
+    both = ReleaseRange.parse("0.5.10..").narrowed(ReleaseRange.parse("..0.5.18"))
+    assert both == ReleaseRange.parse("0.5.10..0.5.18")
+    assert both.narrowed(ReleaseRange.parse("0.6..")) == both
     assert both.surely_from("0.5.10")
     assert not both.surely_from("0.5.11")
     assert both.surely_before("0.5.19")
     assert not both.surely_before("0.5.18")
+
+
+def test_a_range_of_releases_that_is_none_is_a_mistake() -> None:
+    assert ReleaseRange.parse("all") == ReleaseRange()
+    with pytest.raises(ValueError, match="no range"):
+        ReleaseRange.parse("0.5.9")

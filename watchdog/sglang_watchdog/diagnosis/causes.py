@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.effective import releases_of
+from sglang_watchdog.diagnosis.effective import wordings_of
 from sglang_watchdog.diagnosis.manager import Said, Word
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
@@ -99,7 +99,7 @@ def _all(case: Case) -> Iterator[Cause]:
         if cause and not _went_on(cause, timeline):
             yield cause
     for failure in timeline.failures:
-        cause = _of_failure(failure, timeline)
+        cause = _of_failure(failure, case)
         if cause and not _went_on(cause, timeline):
             yield cause
     for said in timeline.said:
@@ -122,7 +122,7 @@ def _went_on(cause: Cause, timeline: Timeline) -> bool:
 
 def _of_hit(hit: Hit, case: Case) -> Cause | None:
     judged = _judge(hit, case)
-    if judged is None or not hit.signature.releases.overlaps(releases_of(case)):
+    if judged is None or not _is_printed(hit, case):
         return None
     failure, confidence = judged
     return Cause(
@@ -137,6 +137,11 @@ def _of_hit(hit: Hit, case: Case) -> Cause | None:
         hit=hit,
         in_speculation=_in_speculation(hit.frames, hit.worker) or _of_the_draft(hit, failure),
     )
+
+
+def _is_printed(hit: Hit, case: Case) -> bool:
+    """Whether the launch's release has that wording: else it is another one in the same words."""
+    return hit.signature.releases.overlaps(wordings_of(case))
 
 
 def _of_the_draft(hit: Hit, failure: Class) -> bool:
@@ -281,11 +286,11 @@ def _of_said(said: Said, case: Case) -> Cause | None:
 _ARGUMENT_FRAMES = ("server_args.py:", "arg_groups/", "server_args_config_parser", "argparse.py:")
 
 
-def _of_failure(failure: Failure, timeline: Timeline) -> Cause | None:
+def _of_failure(failure: Failure, case: Case) -> Cause | None:
     """An exception that no signature knows: the launch's end if SGLang ends after its header, or if it is main's own
     before the server was up."""
-    raised = failure.raised
-    if failure.recognised:
+    raised, timeline = failure.raised, case.timeline
+    if failure.recognised and not _is_of_other_releases(failure, case):
         return None
     early = failure.phase in (Phase.UNKNOWN, Phase.STARTING) and not timeline.server_args
     if early and any(part in frame for frame in raised.frames for part in _ARGUMENT_FRAMES):
@@ -307,6 +312,11 @@ def _of_failure(failure: Failure, timeline: Timeline) -> Cause | None:
         worker=failure.worker,
         in_speculation=judged[0] is Class.SOFTWARE_EXCEPTION and _in_speculation(raised.frames, failure.worker),
     )
+
+
+def _is_of_other_releases(failure: Failure, case: Case) -> bool:
+    hits = [hit for hit in case.timeline.hits if hit.order in (failure.raised.order, failure.raised.root.order)]
+    return bool(hits) and not any(_is_printed(hit, case) for hit in hits)
 
 
 def _was_the_end(raised: Raised, timeline: Timeline) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.server_args import shown
-from sglang_watchdog.diagnosis.signatures import Release, ReleaseRange
+from sglang_watchdog.diagnosis.signatures import Release, ReleaseRange, catalog
 from sglang_watchdog.diagnosis.timeline import Decoding, Timeline
 from sglang_watchdog.domain.speculation import Command, SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
@@ -42,6 +42,12 @@ def releases_of(case: Case) -> ReleaseRange:
     """SGLang's release: as recorded, else what the log's wordings leave possible."""
     recorded = Release.parse(case.launch.version) if case.launch else None
     return ReleaseRange(recorded, recorded) if recorded else case.timeline.releases
+
+
+def wordings_of(case: Case) -> ReleaseRange:
+    """The releases whose wordings count: all, where the release is not one of those that were read."""
+    ran = releases_of(case)
+    return ran if ran.known and ran.overlaps(catalog().known) else ReleaseRange()
 
 
 def argv_of(case: Case) -> tuple[str, ...]:

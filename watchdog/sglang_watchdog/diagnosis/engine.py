@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause, first_cause
-from sglang_watchdog.diagnosis.effective import Speculation, effective_settings, speculation_of
+from sglang_watchdog.diagnosis.effective import Speculation, effective_settings, speculation_of, wordings_of
 from sglang_watchdog.diagnosis.ending import Ending, judge_stop
 from sglang_watchdog.diagnosis.explain import explain
 from sglang_watchdog.diagnosis.held import held_memory
 from sglang_watchdog.diagnosis.rollback import rollback_helps
+from sglang_watchdog.diagnosis.signatures import catalog
 from sglang_watchdog.diagnosis.stale import stale, stale_advice
 from sglang_watchdog.diagnosis.starting import judge_kill, judge_manager, unknown
 from sglang_watchdog.diagnosis.verdict import Verdict
@@ -64,7 +65,7 @@ def _diagnosis(case: Case, verdict: Verdict, speculation: Speculation) -> Diagno
         effective=redact_mapping(effective_settings(case)),
         evidence=tuple(map(_redacted, verdict.evidence[:_MOST_EVIDENCE])),
         ruled_out=tuple(r for r in verdict.ruled_out if r.failure is not verdict.failure),
-        advice=tuple(map(redact_text, (*verdict.advice, *_reading_notes(case)))),
+        advice=tuple(map(redact_text, (*verdict.advice, *_reading_notes(case, verdict)))),
     )
 
 
@@ -82,11 +83,26 @@ def _redacted(evidence: Evidence) -> Evidence:
     return replace(evidence, text=redact_text(printable).strip())
 
 
-def _reading_notes(case: Case) -> tuple[str, ...]:
+def _reading_notes(case: Case, verdict: Verdict) -> tuple[str, ...]:
     """What the input itself lacks."""
     notes = []
     if case.timeline.lost_fields and not case.timeline.server_args:
         notes.append("The journal was written without --all, so long lines (server_args) are missing from it.")
     if case.timeline.suppressed:
         notes.append("journald dropped lines of this unit (rate limit): the log has gaps.")
+    if verdict.cause or verdict.failure is Class.UNKNOWN:
+        notes.extend(_release_note(case))
     return tuple(notes)
+
+
+def _release_note(case: Case) -> tuple[str, ...]:
+    """That the wordings of all releases were tried, and why."""
+    if wordings_of(case).known:
+        return ()
+    version, known = case.launch.version if case.launch else "", catalog().known
+    if not version:
+        return ("SGLang's release cannot be told from this log: the wordings of all known releases were tried.",)
+    return (
+        f"SGLang {version} is not among the releases whose wordings are known ({known.since} to {known.until}): those "
+        "of all of them were tried.",
+    )

@@ -1,7 +1,7 @@
-"""Signatures: wordings that mean something, as data (`signatures.toml`, `releases.toml`), tested by their samples.
+"""Signatures: wordings that mean something, as data (the files of `wordings/`), tested by their samples.
 
-A new wording of a known meaning is a new entry there and needs no code. What a meaning makes of a launch is decided
-elsewhere, from the phase and the frames in which it was seen.
+A new wording of a known meaning is a new entry there and needs no code (docs/signatures.md). What a meaning makes of a
+launch is decided elsewhere, from the phase and the frames in which it was seen.
 """
 
 import re
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from sglang_watchdog.domain.evidence import Source
 
@@ -75,6 +76,14 @@ class ReleaseRange:
     since: Release | None = None
     until: Release | None = None
 
+    @classmethod
+    def parse(cls, text: str) -> "ReleaseRange":
+        """`0.5.8..0.5.18`, of which either end may be left out, or `all`. Raises ValueError for other text."""
+        since, dots, until = text.partition("..")
+        if text != "all" and not dots:
+            raise ValueError(f"{text!r} is no range of releases")
+        return cls() if text == "all" else cls(Release.parse(since), Release.parse(until))
+
     @property
     def known(self) -> bool:
         return self.since is not None or self.until is not None
@@ -134,8 +143,11 @@ class ReleaseMark:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
+    """`known` are the releases whose wordings were read: what another one prints may be any of them, or none."""
+
     signatures: tuple[Signature, ...]
     marks: tuple[ReleaseMark, ...]
+    known: ReleaseRange
 
     def of(self, source: Source) -> "Index":
         return Index.of(signature for signature in self.signatures if signature.source is source)
@@ -165,17 +177,19 @@ class Index:
 
 @cache
 def catalog() -> Catalog:
-    """The packaged catalog, read once. A mistake in it is a mistake in the package: KeyError or re.error."""
+    """The packaged catalog, read once. A mistake in it is a mistake of the package (KeyError, ValueError, re.error)."""
+    tables = [tomllib.loads(path.read_text(encoding="utf-8")) for path in _files()]
+    (known,) = (table["known"] for table in tables if "known" in table)
     return Catalog(
-        tuple(_signature(row) for row in _rows("signatures.toml", "signature")),
-        tuple(_mark(row) for row in _rows("releases.toml", "mark")),
+        tuple(_signature(row) for table in tables for row in table.get("signature", ())),
+        tuple(_mark(row) for table in tables for row in table.get("mark", ())),
+        ReleaseRange.parse(known),
     )
 
 
-def _rows(name: str, key: str) -> list[dict[str, object]]:
-    text = files("sglang_watchdog.diagnosis").joinpath(name).read_text(encoding="utf-8")
-    rows: list[dict[str, object]] = tomllib.loads(text)[key]
-    return rows
+def _files() -> list[Traversable]:
+    folder = files("sglang_watchdog.diagnosis").joinpath("wordings")
+    return sorted((path for path in folder.iterdir() if path.name.endswith(".toml")), key=lambda path: path.name)
 
 
 def _signature(row: Mapping[str, object]) -> Signature:
@@ -185,7 +199,7 @@ def _signature(row: Mapping[str, object]) -> Signature:
         source=Source(str(row.get("source", Source.SGLANG))),
         needles=tuple(_strings(row, "needles")),
         pattern=re.compile(str(row["pattern"])),
-        releases=_releases(row),
+        releases=ReleaseRange.parse(str(row["releases"])),
         samples=tuple(_strings(row, "samples")),
         others=tuple(_strings(row, "others")),
     )
@@ -195,16 +209,12 @@ def _mark(row: Mapping[str, object]) -> ReleaseMark:
     return ReleaseMark(
         needle=str(row["needle"]),
         pattern=re.compile(str(row["pattern"])),
-        releases=_releases(row),
+        releases=ReleaseRange.parse(str(row["releases"])),
         samples=tuple(_strings(row, "samples")),
     )
 
 
-def _releases(row: Mapping[str, object]) -> ReleaseRange:
-    return ReleaseRange(Release.parse(str(row.get("since", ""))), Release.parse(str(row.get("until", ""))))
-
-
 def _strings(row: Mapping[str, object], key: str) -> Iterator[str]:
-    values = row.get(key, [])
+    values = row[key]
     assert isinstance(values, list), f"{key} of {row.get('id')} is no list"
     yield from map(str, values)
