@@ -35,3 +35,8 @@ def test_there_are_cases_of_a_real_server_and_of_real_allocations() -> None:
     real = [path for path in CASES if path.parent.name.startswith("real_")]
     assert real
     assert len(real) < len(CASES)
+
+
+def test_a_kill_by_systemd_oomd_is_not_told_as_the_kernel_s() -> None:
+    summary = _case(CORPUS / "gpu/oomd_kill/case.json").diagnosis().summary
+    assert summary.startswith("systemd-oomd killed")

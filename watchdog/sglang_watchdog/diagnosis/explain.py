@@ -315,10 +315,20 @@ _DRAFT_WEIGHTS = (
 )
 
 
+# It acts on a group that stalls on memory, or on swap that runs out, long before a limit or the kernel would.
+_BY_OOMD = (
+    "systemd-oomd killed the server's processes because they stalled on memory (RAM), or swap ran out.",
+    "See `oomctl` and `journalctl -u systemd-oomd`. Use less host memory (--hicache-size), raise MemoryHigh=, or set "
+    "ManagedOOMPreference=avoid for the unit.",
+)
+
+
 def _plain(cause: Cause) -> Verdict:
     sentence, advice = _SENTENCES[cause.failure]
     if cause.failure is Class.WEIGHTS_OOM and cause.worker is Worker.DRAFT:
         sentence, advice = _DRAFT_WEIGHTS
+    elif cause.failure is Class.CGROUP_OOM_KILL and "systemd-oomd" in cause.text:
+        sentence, advice = _BY_OOMD
     elif cause.in_speculation and cause.source is Source.SGLANG:
         sentence += " It happened in the code of speculative decoding."
     if cause.failure in _QUOTED:
