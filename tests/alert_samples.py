@@ -3,13 +3,16 @@
 from sglang_watchdog.domain.evidence import Evidence, Source
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass, RuledOut
 from sglang_watchdog.domain.incident import Incident, Outcome
+from sglang_watchdog.domain.known_good import Ceiling
 from sglang_watchdog.domain.launch import Phase
+from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.reporting.alerts import Alert, AlertId
 
 UNIT = "sglang.service"
 INVOCATION = "8825ef178f1a4a6787f4b997ec2b54a8"
 INCIDENT = Incident("c8b047994eb7", UNIT, INVOCATION, 0.0, FailureClass.KV_CACHE_OOM, "No memory was left.")
+CEILING = Ceiling(UNIT, "base", SpeculationConfig(), FailureClass.KV_CACHE_OOM, INVOCATION, 0.0)
 LEAST = Diagnosis(FailureClass.UNKNOWN, 0.3, "Nothing here says why.", Phase.UNKNOWN)
 MOST = Diagnosis(
     FailureClass.KV_CACHE_OOM,
@@ -42,6 +45,7 @@ def _samples(diagnosis: Diagnosis, incident: str) -> dict[AlertId, Alert]:
         alerts.known_good(UNIT, INVOCATION, "steps 4 is known-good"),
         alerts.blind("the ledger"),
         alerts.yielded(UNIT, "the operator's flags are now steps 3"),
+        alerts.known_ceiling(UNIT, INVOCATION, CEILING),
     )
     return {alert.id: alert for alert in made}
 

@@ -6,6 +6,7 @@ for the cards, for as long as a test needs to act as the operator, and goes on o
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import pytest
 from lab.host import CHECKOUT, LabHost
 from lab_product.conftest import Inference, deploy, override, proven
 from lab_product.installed import CARDS, PYTHON, STATE, InferenceHost
-from lab_product.sglang_unit import Way
+from lab_product.sglang_unit import OVERRIDES, Way
 from sglang_watchdog.domain.incident import Step
 from sim_sglang.simulation import Simulation
 from waiting import wait_until
@@ -203,3 +204,23 @@ def test_a_stop_during_the_automatic_restart_is_obeyed(inference: Inference) -> 
         assert is_down(host)
         assert starts(host) == before
         assert host.alerts(ACTION="start") == []
+
+
+@pytest.mark.parametrize("way", Way)
+def test_an_override_taken_away_by_hand_stays_away_and_the_ceiling_that_it_covered_is_said(
+    inference: Inference, way: Way
+) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE, way=way) as host:
+        proven(host)
+        deploy(host, 10)
+        host.wait_alert(OUTCOME="contained")
+        ours = f"{host.sglang.file_path}.d/90-sglang-watchdog.conf", f"{OVERRIDES}/{host.unit}.env"
+        host.host.run("rm", "--force", *ours)
+        host.reload()
+        asked = time.time()
+        host.restart(wait=False)
+        said = host.wait_alert(since=asked, CLASS="kv_cache_oom")
+        assert "steps 10 was started, which did not fit" in said.message
+        assert [alert.message for alert in host.alerts(ACTION="withdraw") if "taken away by hand" in alert.message]
+        host.wait_alert(since=said.time, OUTCOME="contained")
+        assert steps_of(host) == "4"

@@ -222,13 +222,12 @@ def test_pruning_keeps_the_newest_of_each_unit(path: Path) -> None:
         ledger.save_launch(launch(number))
         ledger.save_launch(launch(number, "other.service"))
         stored = ledger.open_incident(replace(incident(float(number)), invocation=launch(number).invocation))
-        with ledger.intent(stored.id, Step.START):
+        with ledger.intent(stored.id, Step.HOLD):
             pass
         ledger.close_incident(stored, Outcome.CONTAINED)
     ledger.prune(UNIT, keep=2)
     assert [kept.started for kept, _ in ledger.launches(UNIT)] == [5.0, 4.0]
     assert [kept.opened for kept in ledger.incidents(UNIT)] == [5.0, 4.0]
-    assert len(ledger.starts(UNIT, 0.0)) == 2
     assert len(ledger.launches("other.service")) == 6
     db = sqlite3.connect(path)
     assert db.execute("SELECT count(*) FROM intents").fetchone() == (2,)
@@ -247,6 +246,49 @@ def test_pruning_keeps_what_is_still_needed_at_any_age(path: Path) -> None:
     assert [kept.started for kept, _ in ledger.launches(UNIT)] == [5.0, 1.0, 0.0]
     assert ledger.open_incidents() == [stored]
     assert len(ledger.intents(stored.id)) == 1
+
+
+def test_pruning_leaves_the_days_budget_as_it_is(path: Path) -> None:
+    ledger = Ledger.open(path)
+    started = ledger.open_incident(incident(1.0))
+    with ledger.intent(started.id, Step.START):
+        pass
+    ledger.close_incident(started, Outcome.FAILED)
+    for number in range(3):
+        ledger.close_incident(ledger.open_incident(incident(9.0 + number)), Outcome.REPORTED)
+    ledger.prune(UNIT, keep=1)
+    assert len(ledger.starts(UNIT, 0.0)) == 1
+    assert [kept.opened for kept in ledger.incidents(UNIT)] == [11.0, 1.0]
+
+
+def test_what_is_best_to_go_back_to_comes_first(path: Path) -> None:
+    ledger = Ledger.open(path)
+    idle, busy = (SpeculationConfig.of(["--speculative-num-steps", steps]) for steps in "56")
+    ledger.save_known_good(KnownGood(UNIT, "base", busy, "a", 100.0, traffic=True))
+    ledger.save_known_good(KnownGood(UNIT, "base", STEPS4, "b", 200.0))
+    ledger.save_known_good(KnownGood(UNIT, "base", idle, "c", 300.0))
+    assert [good.config for good in ledger.known_good(UNIT, "base")] == [busy, idle, STEPS4]
+    assert ledger.last_proof(UNIT) == 300.0
+    assert ledger.last_proof("other.service") == 0.0
+
+
+def test_rollbacks_are_the_incidents_that_changed_the_config_since_a_time(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.open_incident(incident(100.0))
+    newer = ledger.open_incident(incident(200.0))
+    ledger.open_incident(replace(incident(300.0), target=None))
+    assert ledger.rollbacks(UNIT, 150.0) == [newer]
+    assert len(ledger.rollbacks(UNIT, 0.0)) == 2
+    assert ledger.rollbacks("other.service", 0.0) == []
+
+
+def test_a_ceiling_can_be_forgotten(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.save_ceiling(Ceiling(UNIT, "base", STEPS4, FailureClass.KV_CACHE_OOM, LAUNCH.invocation, 160.0))
+    ledger.forget_ceiling(UNIT, "another base", STEPS4)
+    assert len(ledger.ceilings(UNIT, "base")) == 1
+    ledger.forget_ceiling(UNIT, "base", STEPS4)
+    assert ledger.ceilings(UNIT, "base") == []
 
 
 def test_an_end_that_is_forgotten_is_to_be_diagnosed_again(path: Path) -> None:

@@ -1,15 +1,29 @@
 """The plan for an ended launch: what is rolled back, what is only freed, and where every ladder ends."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
 from sglang_watchdog.domain.incident import Incident, Outcome, Step
 from sglang_watchdog.domain.known_good import KnownGood
 from sglang_watchdog.domain.launch import Phase
 from sglang_watchdog.domain.speculation import SpeculationConfig
-from sglang_watchdog.recovery.policy import CURABLE, PROVES_A_CEILING, Budget, Facts, decide
+from sglang_watchdog.recovery.policy import (
+    CURABLE,
+    DAY_S,
+    PROVES_A_CEILING,
+    REMEDY,
+    Budget,
+    Facts,
+    Plan,
+    decide,
+    demotes,
+    proves_a_ceiling,
+)
 
 NOW = 1_000_000.0
 
@@ -34,11 +48,16 @@ def past(
     opened: float = NOW - 60,
     outcome: Outcome = Outcome.FAILED,
     target: SpeculationConfig | None = None,
+    ran: SpeculationConfig | None = None,
 ) -> Incident:
-    return Incident("id", "sglang.service", "i", opened, failure, "", outcome, steps=steps, target=target)
+    return Incident("id", "sglang.service", "i", opened, failure, "", outcome, steps=steps, target=target, ran=ran)
 
 
 FACTS = Facts(now=NOW, act=True, running=config(10), known_good=(proven(4),))
+
+
+def test_every_class_has_a_remedy() -> None:
+    assert set(REMEDY) == set(FailureClass)
 
 
 @pytest.mark.parametrize("failure", sorted(CURABLE))
@@ -151,6 +170,57 @@ class TestLadder:
         assert plan.hold
 
 
+class TestNeverBackAndForth:
+    """A fails, B is put in force and fails too: A is no way out."""
+
+    BROKEN = diagnosis(FailureClass.SOFTWARE_EXCEPTION)
+    WENT = past(FailureClass.SOFTWARE_EXCEPTION, target=config(4), ran=config(5))
+    FACTS = replace(FACTS, running=config(4), known_good=(proven(4, NOW - 900), proven(5, NOW - 1800)))
+
+    def test_what_a_rollback_went_away_from_is_no_target(self) -> None:
+        assert decide(self.BROKEN, self.FACTS).target == config(5)
+        assert decide(self.BROKEN, replace(self.FACTS, rollbacks=(self.WENT,))).hold
+
+    def test_it_is_one_again_once_it_is_proven_anew(self) -> None:
+        proven_since = (proven(5, NOW - 30), proven(4, NOW - 900))
+        facts = replace(self.FACTS, known_good=proven_since, rollbacks=(self.WENT,))
+        assert decide(self.BROKEN, facts).target == config(5)
+
+    def test_it_is_one_again_after_a_day(self) -> None:
+        yesterday = replace(self.WENT, opened=NOW - DAY_S - 1)
+        assert decide(self.BROKEN, replace(self.FACTS, rollbacks=(yesterday,))).target == config(5)
+
+    def test_memory_that_a_stranger_holds_does_not_send_it_back_and_forth(self) -> None:
+        held = diagnosis(FailureClass.GPU_MEMORY_HELD, None)
+        went = past(FailureClass.GPU_MEMORY_HELD, target=config(4), ran=config(3))
+        facts = replace(self.FACTS, known_good=(proven(4), proven(3)), history=(went,))
+        assert decide(held, facts).target == config(3)
+        assert decide(held, replace(facts, rollbacks=(went,))).steps == ()
+
+    @pytest.mark.parametrize("failure", [FailureClass.KV_CACHE_OOM, FailureClass.RUNTIME_CUDA_OOM])
+    def test_what_needs_more_memory_is_no_cure_for_a_lack_of_it(self, failure: FailureClass) -> None:
+        assert decide(diagnosis(failure), self.FACTS).hold
+        assert decide(diagnosis(failure), replace(self.FACTS, known_good=(proven(5), proven(3)))).target == config(3)
+
+    def test_from_no_speculation_there_is_no_way_up(self) -> None:
+        plain = replace(self.FACTS, running=SpeculationConfig())
+        assert decide(diagnosis(FailureClass.RUNTIME_CUDA_OOM), plain).hold
+
+
+class TestDemotion:
+    ROLLBACK = Plan("Go back.", target=config(3))
+
+    def test_what_failed_by_what_another_config_cures_is_no_longer_known_good(self) -> None:
+        assert demotes(diagnosis(FailureClass.CUDA_ERROR), self.ROLLBACK)
+        assert not demotes(diagnosis(FailureClass.CUDA_ERROR), Plan("systemd's own restart policy goes on."))
+
+    def test_what_does_not_fit_is_demoted_whatever_the_plan_is(self) -> None:
+        assert demotes(diagnosis(FailureClass.KV_CACHE_OOM), Plan("Held."))
+
+    def test_memory_that_others_held_says_nothing_against_a_config(self) -> None:
+        assert not demotes(diagnosis(FailureClass.GPU_MEMORY_HELD, None), self.ROLLBACK)
+
+
 class TestBudget:
     VERDICT = diagnosis(FailureClass.KV_CACHE_OOM)
     BUDGET = Budget(rollbacks=2, window=3600, per_day=3, cool_down=30)
@@ -179,3 +249,65 @@ class TestBudget:
         planned = past(opened=NOW - 1, target=config(4), steps=(Step.START,), outcome=Outcome.YIELDED)
         facts = replace(FACTS, budget=self.BUDGET, history=(planned, planned, planned))
         assert decide(self.VERDICT, facts).target == config(4)
+
+    def test_a_config_that_is_proven_meanwhile_clears_the_window_and_not_the_day(self) -> None:
+        used = tuple(NOW - age for age in (60, 120))
+        facts = replace(FACTS, budget=self.BUDGET, starts=used)
+        assert decide(self.VERDICT, replace(facts, proven=NOW - 90)).target == config(4)
+        assert decide(self.VERDICT, replace(facts, proven=NOW - 300)).hold
+        assert decide(self.VERDICT, replace(facts, proven=NOW - 40, starts=(*used, NOW - 300))).hold
+
+
+# Whatever is known, and whatever fails in whatever order
+
+STEPS = st.integers(min_value=0, max_value=6)
+
+
+def of_steps(steps: int) -> SpeculationConfig:
+    return config(steps) if steps else SpeculationConfig()
+
+
+@given(
+    failures=st.lists(st.sampled_from(sorted(REMEDY)), min_size=1),
+    helps=st.sampled_from([True, False, None]),
+    left_overs=st.booleans(),
+    rungs=st.lists(STEPS, unique=True),
+    begin=STEPS,
+    allowed=st.booleans(),
+    budget=st.builds(Budget, st.integers(0, 4), st.just(3600.0), st.integers(0, 9), st.just(0.0)),
+)
+def test_every_ladder_ends(
+    failures: list[FailureClass],
+    helps: bool | None,
+    left_overs: bool,
+    rungs: list[int],
+    begin: int,
+    allowed: bool,
+    budget: Budget,
+) -> None:
+    """Everything that is tried fails at once, in the classes that were drawn, over and over: the watchdog starts the
+    unit no more often than its budget says, never a config that it went away from, and then holds or leaves it."""
+    facts = Facts(NOW, act=True, running=of_steps(begin), left_overs=left_overs, budget=budget)
+    facts = replace(facts, known_good=tuple(proven(n) for n in rungs if n), allow_no_speculation=allowed)
+    was = [facts.running]
+    for failure in itertools.islice(itertools.cycle(failures), 30):
+        verdict = diagnosis(failure, helps)
+        ceilings = (*facts.ceilings, facts.running) if proves_a_ceiling(verdict) else facts.ceilings
+        plan = decide(verdict, replace(facts, ceilings=ceilings))
+        if Step.START not in plan.steps:
+            return
+        if plan.target is not None:
+            assert not any(plan.target.same_as(config) for config in (*was, *ceilings))
+            was.append(plan.target)
+        incident = past(failure, steps=plan.steps, opened=facts.now, target=plan.target, ran=facts.running)
+        facts = replace(
+            facts,
+            now=facts.now + 1,
+            running=plan.target or facts.running,
+            ceilings=ceilings,
+            history=(incident, *facts.history),
+            rollbacks=(incident, *facts.rollbacks) if plan.target else facts.rollbacks,
+            starts=(facts.now, *facts.starts),
+        )
+        assert len(facts.starts) <= min(budget.rollbacks, budget.per_day)
+    raise AssertionError("it goes on for ever")

@@ -78,3 +78,16 @@ def test_it_says_what_it_is() -> None:
     assert config("--speculative-algorithm", "NGRAM").describe() == "speculation"
     assert SpeculationConfig().describe() == "no speculation"
     assert not SpeculationConfig().speculates
+
+
+def test_which_of_two_needs_more_memory_is_told_where_only_the_number_of_drafts_differs() -> None:
+    def eagle(steps: str, *more: str) -> SpeculationConfig:
+        topk = ("--speculative-eagle-topk", "1")
+        return config("--speculative-algorithm", "EAGLE", "--speculative-num-steps", steps, *topk, *more)
+
+    assert eagle("5").needs_more_than(eagle("4"))
+    assert eagle("4").needs_more_than(eagle("5")) is False
+    assert eagle("4").needs_more_than(SpeculationConfig())
+    assert SpeculationConfig().needs_more_than(eagle("4")) is False
+    assert eagle("4", "--speculative-attention-mode", "decode").needs_more_than(eagle("5")) is None
+    assert config("--speculative-algorithm", "NGRAM").needs_more_than(eagle("5")) is None

@@ -133,8 +133,9 @@ class Incidents:
             self._verified(Outcome.YIELDED, f"The operator stopped it: {diagnosis.failure}.")
         else:
             self._verified(Outcome.FAILED, f"The launch ended again: {diagnosis.failure}.")
-        self._inquest.learn(launch, diagnosis)
+        self._inquest.learn_ceiling(launch, diagnosis)
         plan = await self._inquest.plan(launch, snapshot, diagnosis, incident)
+        self._inquest.learn_known_good(launch, diagnosis, plan)
         incident = self._parts.ledger.plan_incident(incident, plan.steps, plan.target, plan.reason)
         if not plan.steps:
             self._close(incident, Outcome.REPORTED, plan.reason)

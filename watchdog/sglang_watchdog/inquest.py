@@ -23,7 +23,7 @@ from sglang_watchdog.host import unit_files
 from sglang_watchdog.host.model import model_digest
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
-from sglang_watchdog.recovery.policy import DAY_S, Budget, Facts, Plan, decide, proves_a_ceiling
+from sglang_watchdog.recovery.policy import DAY_S, Budget, Facts, Plan, decide, demotes, proves_a_ceiling
 from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
 
@@ -104,19 +104,29 @@ class Inquest:
                 diagnosis.failure,
                 diagnosis.summary,
                 diagnosis=diagnosis.to_json(),
+                ran=launch.config,
             )
         )
 
-    def learn(self, launch: LaunchWatch, diagnosis: Diagnosis) -> None:
-        """What the end teaches of the config that ran: a ceiling, and a known-good that is none any more."""
-        if not proves_a_ceiling(diagnosis) or launch.gpu_before is None:
-            return  # what was on the cards before is part of the proof
-        base, now = self.base(launch), self._parts.clock.now()
-        ledger = self._parts.ledger
-        ledger.save_ceiling(Ceiling(self._unit, base, launch.config, diagnosis.failure, launch.invocation, now))
-        for good in ledger.known_good(self._unit, base):
+    def learn_ceiling(self, launch: LaunchWatch, diagnosis: Diagnosis) -> None:
+        """A start on known cards that proves that the config does not fit its base."""
+        if proves_a_ceiling(diagnosis) and launch.gpu_before is not None:  # what was on the cards is part of the proof
+            base, now = self.base(launch), self._parts.clock.now()
+            ceiling = Ceiling(self._unit, base, launch.config, diagnosis.failure, launch.invocation, now)
+            self._parts.ledger.save_ceiling(ceiling)
+
+    def learn_known_good(self, launch: LaunchWatch, diagnosis: Diagnosis, plan: Plan) -> None:
+        """A known-good that failed by its own fault is none any more."""
+        if not demotes(diagnosis, plan) or (proves_a_ceiling(diagnosis) and launch.gpu_before is None):
+            return
+        for good in self._known_good(launch):
             if good.config.same_as(launch.config):
-                ledger.demote(good, f"{diagnosis.failure} in launch {launch.invocation}")
+                self._parts.ledger.demote(good, f"{diagnosis.failure} in launch {launch.invocation}")
+
+    def ceiling_of(self, launch: LaunchWatch) -> Ceiling | None:
+        """The proof that what this launch runs does not fit, if there is one."""
+        ceilings = self._parts.ledger.ceilings(self._unit, self.base(launch))
+        return next((ceiling for ceiling in ceilings if ceiling.config.same_as(launch.config)), None)
 
     async def plan(self, launch: LaunchWatch, snapshot: UnitSnapshot, diagnosis: Diagnosis, incident: Incident) -> Plan:
         base, now = self.base(launch), self._parts.clock.now()
@@ -127,6 +137,7 @@ class Inquest:
                 "The cards cannot be read, so what was proven cannot be compared; systemd's own policy goes on."
             )
         history = ledger.incidents(self._unit)
+        day = now - max(DAY_S, self._settings.rollback_window)
         return decide(
             diagnosis,
             Facts(
@@ -135,8 +146,10 @@ class Inquest:
                 running=launch.config,
                 known_good=known_good,
                 ceilings=tuple(ceiling.config for ceiling in ledger.ceilings(self._unit, base)),
-                starts=tuple(ledger.starts(self._unit, now - max(DAY_S, self._settings.rollback_window))),
+                starts=tuple(ledger.starts(self._unit, day)),
                 history=tuple(past for past in history if past.id != incident.id),
+                rollbacks=tuple(ledger.rollbacks(self._unit, day)),
+                proven=ledger.last_proof(self._unit),
                 budget=_budget(self._settings),
                 several_nodes=launch.several_nodes,
                 operator_stopped=snapshot.active_state is ActiveState.INACTIVE,

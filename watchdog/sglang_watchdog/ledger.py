@@ -45,7 +45,9 @@ CREATE TABLE ceilings (
 CREATE TABLE overrides (unit TEXT PRIMARY KEY, since REAL NOT NULL, replaced TEXT, target TEXT NOT NULL) STRICT;
 """
 _NEWEST_INCIDENTS = "SELECT id FROM incidents WHERE unit=:unit ORDER BY opened DESC LIMIT :keep"
-_OLD_INCIDENTS = f"unit=:unit AND outcome<>:open AND id NOT IN ({_NEWEST_INCIDENTS})"
+# A start counts against the day's budget, and a loop of failures makes a thousand incidents in less.
+_OF_TODAY = "SELECT incident FROM intents WHERE step='start' AND begun>:now-86400"
+_OLD_INCIDENTS = f"unit=:unit AND outcome<>:open AND id NOT IN ({_NEWEST_INCIDENTS}) AND id NOT IN ({_OF_TODAY})"
 _PRUNE = (
     f"DELETE FROM intents WHERE incident IN (SELECT id FROM incidents WHERE {_OLD_INCIDENTS})",
     f"DELETE FROM incidents WHERE {_OLD_INCIDENTS}",
@@ -169,6 +171,15 @@ class Ledger:
         )
         return [self._loaded(Incident, "incidents", row[0]) for row in rows]
 
+    def rollbacks(self, unit: str, since: float) -> list[Incident]:
+        """Incidents whose plan puts another config in force, opened from `since` on (Unix seconds), newest first."""
+        rows = self._rows(
+            "SELECT record FROM incidents WHERE unit=? AND opened>=? AND json_extract(record, '$.target') IS NOT NULL "
+            "ORDER BY opened DESC",
+            (unit, since),
+        )
+        return [self._loaded(Incident, "incidents", row[0]) for row in rows]
+
     def open_incidents(self) -> list[Incident]:
         rows = self._rows("SELECT record FROM incidents WHERE outcome=? ORDER BY opened", (Outcome.OPEN,))
         return [self._loaded(Incident, "incidents", row[0]) for row in rows]
@@ -218,15 +229,23 @@ class Ledger:
         )
 
     def known_good(self, unit: str, base: str) -> list[KnownGood]:
-        """Proven and not demoted, newest proof first."""
+        """Proven and not demoted, what is best to go back to first: proven under traffic before proven by our probes
+        alone, then the newest proof."""
         rows = self._rows(
-            "SELECT record FROM known_good WHERE unit=? AND base=? AND demoted='' ORDER BY proven DESC", (unit, base)
+            "SELECT record FROM known_good WHERE unit=? AND base=? AND demoted='' "
+            "ORDER BY coalesce(json_extract(record, '$.traffic'), 0) DESC, proven DESC",
+            (unit, base),
         )
         return [self._loaded(KnownGood, "known_good", row[0]) for row in rows]
 
     def any_known_good(self, unit: str) -> bool:
         """Whether anything was ever proven of the unit and not demoted, on whatever base."""
         return bool(self._rows("SELECT 1 FROM known_good WHERE unit=? AND demoted='' LIMIT 1", (unit,)))
+
+    def last_proof(self, unit: str) -> float:
+        """When a config of the unit was last proven, on whatever base and whatever came after; 0 for never."""
+        rows = self._rows("SELECT coalesce(max(proven), 0) FROM known_good WHERE unit=?", (unit,))
+        return float(rows[0][0])
 
     def demote(self, good: KnownGood, reason: str) -> None:
         self._write(
@@ -239,6 +258,9 @@ class Ledger:
             "INSERT OR REPLACE INTO ceilings VALUES (?, ?, ?, ?, ?)",
             (ceiling.unit, ceiling.base, _key(ceiling.config), ceiling.seen, _dumped(Ceiling, ceiling)),
         )
+
+    def forget_ceiling(self, unit: str, base: str, config: SpeculationConfig) -> None:
+        self._write("DELETE FROM ceilings WHERE unit=? AND base=? AND config=?", (unit, base, _key(config)))
 
     def ceilings(self, unit: str, base: str) -> list[Ceiling]:
         rows = self._rows("SELECT record FROM ceilings WHERE unit=? AND base=? ORDER BY seen DESC", (unit, base))
@@ -268,11 +290,12 @@ class Ledger:
     def prune(self, unit: str, keep: int = 1000) -> None:
         """Forgets the unit's launches and incidents (with their intents) but for the newest `keep` of each.
 
-        What is still needed stays at any age: an open incident and its launch, and a launch that proved a config."""
+        What is still needed stays at any age: an open incident and its launch, a launch that proved a config, and the
+        starts of the last day."""
         try:
             with self._transaction():
                 for statement in _PRUNE:
-                    self._db.execute(statement, {"unit": unit, "keep": keep, "open": Outcome.OPEN})
+                    self._db.execute(statement, {"unit": unit, "keep": keep, "open": Outcome.OPEN, "now": time.time()})
         except sqlite3.Error as error:
             raise LedgerError(f"the ledger {self.path} cannot be written: {error}") from error
 

@@ -46,6 +46,7 @@ class LaunchWatch:
         self.held_before: tuple[HeldMemory, ...] = ()
         self.ended: float | None = None
         self.surprise_told = False
+        self.ceiling_told = known is not None or snapshot.restarts > 0  # systemd's repetitions are no news
         self._managed = managed
         self._reader = TimelineReader(snapshot.name, snapshot.invocation)
         self._cursor = ""
@@ -73,6 +74,11 @@ class LaunchWatch:
         if any("sglang" in word for word in self.raw_argv):
             return SpeculationConfig.of(self.raw_argv, self._managed)
         return SpeculationConfig.of_settings(self._reader.server_args)
+
+    @property
+    def decoded_at(self) -> float:
+        """When it last logged a decode batch, which our probes are too short for. Unix seconds; 0 for never."""
+        return self._reader.decoded_at
 
     @property
     def several_nodes(self) -> bool:

@@ -67,9 +67,10 @@ class Overriding:
     async def follow_operator(self, snapshot: UnitSnapshot) -> str:
         """What the operator changed since our override was written, followed, in one sentence; empty where nothing was.
 
-        Changed speculation flags win: the override goes, and theirs is a candidate again. Where only something else
-        changed, a drop-in is written anew onto the new command, once the operator has reloaded it. The reload after
-        that is part of their deploy, which has just loaded everything else.
+        Changed speculation flags win: the override goes, and theirs is a candidate again. An override that they took
+        away (`systemctl revert`, rm) stays away. Where only something else changed, a drop-in is written anew onto the
+        new command, once the operator has reloaded it. The reload after that is part of their deploy, which has just
+        loaded everything else.
         """
         ours = self._parts.ledger.override(self._unit)
         if ours is None:
@@ -80,6 +81,9 @@ class Overriding:
             if self._withdraw():
                 await systemctl.daemon_reload()
             return f"the operator's flags are now {theirs.describe()}: the override {target.describe()} is withdrawn"
+        if not override.lies_there(self._unit, self._folder):
+            self._parts.ledger.forget_override(self._unit)
+            return f"the override {target.describe()} was taken away by hand"
         if snapshot.need_daemon_reload or self.obstacle(snapshot):
             return ""
         return await self._write_anew(snapshot, target)

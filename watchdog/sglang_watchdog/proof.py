@@ -2,8 +2,14 @@
 
 "Serves" is said after real tokens came from a server whose listening socket is held by a process of the unit's own
 cgroup: another server on the same port can answer as well. A degraded start is reported and is never proven.
+
+A soak ends in one of three ways. Good: it held while others than our probes had tokens of it. Bad: it ended, is
+degraded, or had no tokens for the probe at the soak's end. Inconclusive: it held, and only our probes asked. Pools and
+graphs are made at the start, so that is known-good as well, but of a lesser kind: it is gone back to only where
+nothing was proven under traffic, and traffic for another soak time makes a full one of it.
 """
 
+import math
 from enum import StrEnum
 
 import structlog
@@ -24,6 +30,7 @@ class Standing(StrEnum):
 
     NOT_READY = "not_ready"
     SERVING = "serving"
+    IDLE = "idle"  # it held for the soak time, and nobody but our probes asked it
     PROVEN = "proven"
     REFUSED = "refused"  # it serves, but is not to be called known-good (a degraded start)
 
@@ -39,6 +46,7 @@ class Proof:
         self.standing = Standing.NOT_READY
         self.serving_since = 0.0
         self._next_probe = 0.0
+        self._traffic_since = math.inf
 
     @property
     def serving(self) -> bool:
@@ -46,7 +54,7 @@ class Proof:
 
     @property
     def settled(self) -> bool:
-        return self.standing in (Standing.PROVEN, Standing.REFUSED)
+        return self.standing in (Standing.IDLE, Standing.PROVEN, Standing.REFUSED)
 
     def due(self, now: float) -> bool:
         """Whether a probe is to be sent: until it serves, and once more when it has soaked."""
@@ -70,8 +78,22 @@ class Proof:
         """It serves, but soaking proves nothing of it (a degraded start)."""
         self.standing = Standing.REFUSED
 
+    def saw(self, decoded_at: float, now: float) -> None:
+        """`decoded_at`: when the server last logged a decode batch, 0 for never."""
+        if self.serving and decoded_at > self.serving_since:
+            self._traffic_since = min(self._traffic_since, now)
+
+    @property
+    def traffic(self) -> bool:
+        """Whether others than our probes had tokens of it since it serves."""
+        return self._traffic_since < math.inf
+
+    def outgrew_idle(self, now: float) -> bool:
+        """It soaked idle, and has had traffic for a soak time since."""
+        return self.standing is Standing.IDLE and now - self._traffic_since >= self._soak
+
     def proven(self) -> None:
-        self.standing = Standing.PROVEN
+        self.standing = Standing.PROVEN if self.traffic else Standing.IDLE
 
 
 def _api_key(argv: tuple[str, ...], settings: UnitSettings) -> str:

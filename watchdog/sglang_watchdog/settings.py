@@ -151,7 +151,12 @@ class UnitSettings(_Table):
         "speculation.",
         _A_COUNT,
     )
-    rollback_window: Seconds = _setting(3600.0, "Rollbacks older than this no longer count.", _SECONDS, "seconds")
+    rollback_window: Seconds = _setting(
+        3600.0,
+        "Rollbacks older than this no longer count, nor those from before a config was last proven.",
+        _SECONDS,
+        "seconds",
+    )
     rollbacks_per_day: Count = _setting(
         6, "Is not forgotten after a healthy hour: a unit that fails daily needs a human.", _A_COUNT
     )

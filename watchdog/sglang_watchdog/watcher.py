@@ -143,6 +143,7 @@ class UnitWatcher:
             await self._ended(launch, snapshot)
             return
         await self._inquest.pull(launch)
+        self._tell_ceiling(launch)
         if self._before_the_weights(launch):
             await self._see_cards(launch, snapshot)
         await self._prove(launch, snapshot)
@@ -168,6 +169,15 @@ class UnitWatcher:
         if not snapshot.ended and known is None:
             self._parts.ledger.save_launch(self.launch.record())
 
+    def _tell_ceiling(self, launch: LaunchWatch) -> None:
+        """Somebody started what is proven not to fit. It stays blocked for us, and theirs to try: the proof may be old.
+        A base holds the cards, so without them nothing can be said."""
+        if launch.ceiling_told or not launch.raw_argv or not self.cards.uuids:
+            return
+        launch.ceiling_told = True
+        if ceiling := self._inquest.ceiling_of(launch):
+            alerts.send(alerts.known_ceiling(self.unit, launch.invocation, ceiling))
+
     def _before_the_weights(self, launch: LaunchWatch) -> bool:
         early = self._parts.clock.now() - launch.started < _BEFORE_THE_WEIGHTS_S
         return early and launch.phase in (Phase.UNKNOWN, Phase.STARTING) and launch.holds_bytes < _OWN_MEMORY_BYTES
@@ -190,7 +200,12 @@ class UnitWatcher:
         if self._proof is None and launch.raw_argv and launch.timeline.reached(Phase.READY):
             self._proof = Proof(launch.raw_argv, self.settings)
         proof, now = self._proof, self._parts.clock.now()
-        if proof is None or not proof.due(now):
+        if proof is None:
+            return
+        proof.saw(launch.decoded_at, now)
+        if proof.outgrew_idle(now):
+            self._proven(launch, proof)
+        if not proof.due(now):
             return
         if not await proof.generates(snapshot, now):
             return
@@ -235,12 +250,17 @@ class UnitWatcher:
             self._parts.clock.now(),
             launch.timeline.memory.max_total_num_tokens,
             launch.timeline.memory.max_running_requests,
+            proof.traffic,
         )
         self._parts.ledger.save_launch(launch.record())
         self._parts.ledger.save_known_good(good)
         proof.proven()
         self._parts.metrics.proven(self.unit, good.config)
-        alerts.send(alerts.known_good(self.unit, launch.invocation, f"{good.config.describe()} is known-good"))
+        how = "" if good.traffic else "; nobody but the watchdog's probes asked it so far"
+        if ceiling := self._inquest.ceiling_of(launch):
+            self._parts.ledger.forget_ceiling(ceiling.unit, ceiling.base, ceiling.config)
+            how += f"; it fits after all, so that it failed with {ceiling.failure} is forgotten"
+        alerts.send(alerts.known_good(self.unit, launch.invocation, f"{good.config.describe()} is known-good{how}"))
 
     # A launch that ended
 

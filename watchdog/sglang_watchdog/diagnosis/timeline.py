@@ -160,6 +160,11 @@ class TimelineReader:
         return self._progress.phase
 
     @property
+    def decoded_at(self) -> float:
+        """When a decode batch was last logged (Unix seconds), 0 for never."""
+        return self._decoded[1]
+
+    @property
     def server_args(self) -> Mapping[str, object]:
         """The effective settings, empty until they are printed."""
         return self._server_args

@@ -44,7 +44,8 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """`target` is the config that the plan puts in force, None where it leaves the config alone."""
+    """`ran` is the config that failed (None in records of before 0.1.0); `target` is the one that the plan puts in
+    force, None where it leaves the config alone."""
 
     id: str
     unit: str
@@ -58,3 +59,4 @@ class Incident:
     target: SpeculationConfig | None = None
     reason: str = ""
     diagnosis: dict[str, object] = field(default_factory=dict)
+    ran: SpeculationConfig | None = None

@@ -14,7 +14,8 @@ _NOT_OF_THE_BASE = frozenset({"--host", "--port", "--log-level", "--log-level-ht
 
 @dataclass(frozen=True, slots=True)
 class KnownGood:
-    """A config that became ready, generated real tokens and held for the soak time."""
+    """A config that became ready, generated real tokens and held for the soak time. `traffic`: others than our probes
+    had tokens of it meanwhile."""
 
     unit: str
     base: str
@@ -23,6 +24,7 @@ class KnownGood:
     proven: float  # Unix seconds
     max_total_num_tokens: int | None = None
     max_running_requests: int | None = None
+    traffic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,14 @@ class SpeculationConfig:
         """Equal in effect: a draft-token count that follows from the steps does not count."""
         return self._effective() == other._effective()
 
+    def needs_more_than(self, other: "SpeculationConfig") -> bool | None:
+        """Whether it takes more memory, by its draft tokens; None where the two differ in more than their number."""
+        if self._kind() == other._kind() and self.draft_tokens is not None and other.draft_tokens is not None:
+            return self.draft_tokens > other.draft_tokens
+        if self.without_speculation() == other.without_speculation() and self.speculates is not other.speculates:
+            return self.speculates
+        return None
+
     def without_speculation(self) -> "SpeculationConfig":
         """The other managed flags alone."""
         return SpeculationConfig(tuple(flag for flag in self.flags if not flag[0].startswith(SPECULATIVE_PREFIX)))
@@ -105,6 +113,11 @@ class SpeculationConfig:
         )
         others = [" ".join((name, *values)) for name, values in self.flags if not name.startswith(SPECULATIVE_PREFIX)]
         return ", ".join([kind, *others])
+
+    def _kind(self) -> tuple[Flag, ...]:
+        """All but how many tokens are drafted."""
+        numbers = ("--speculative-num-steps", "--speculative-num-draft-tokens")
+        return tuple(flag for flag in self.flags if flag[0] not in numbers)
 
     def _effective(self) -> tuple[Flag, ...]:
         name = "--speculative-num-draft-tokens"

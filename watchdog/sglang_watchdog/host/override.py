@@ -209,6 +209,11 @@ def put_in_force(override: Override) -> bool:
     return _remove(drop_in_of(override.unit))  # of a time when the unit did not list our environment file
 
 
+def lies_there(unit: str, overrides: Path = OVERRIDES) -> bool:
+    """Whether a file of ours is there, in either way."""
+    return environment_file_of(unit, overrides).exists() or drop_in_of(unit).exists()
+
+
 def withdraw(unit: str, overrides: Path = OVERRIDES) -> bool:
     """Takes away what was put in force, in either way. True if systemd has to reload before it takes effect."""
     _remove(environment_file_of(unit, overrides))

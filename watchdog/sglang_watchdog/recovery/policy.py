@@ -1,11 +1,14 @@
 """From a diagnosis and what the ledger knows to a plan. Pure: it decides and explains, the executor acts.
 
-Every ladder ends: the newest known-good config, then a smaller proven one, then no speculation (where allowed), then
-hold and call a human. A config that is proven not to fit is a ceiling and is never a target again for its base.
+`REMEDY` says what each class asks for. A rollback goes down a ladder, and every ladder ends: the best proven config,
+then a smaller proven one, then no speculation (where allowed), then hold and call a human. Three things keep it from
+going round in circles: a config that is proven not to fit is a ceiling and never a target for its base; what a rollback
+went away from is none again before it is proven anew; and there is a budget.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
 from sglang_watchdog.domain.incident import Incident, Outcome, Step
@@ -15,24 +18,61 @@ from sglang_watchdog.domain.speculation import SpeculationConfig
 
 DAY_S = 86400.0
 
-# Classes that another speculation config can cure. All others are never rolled back (DESIGN: what may be blamed).
-CURABLE = frozenset(
+
+class Remedy(StrEnum):
+    """What a class asks for, where a unit may be acted on."""
+
+    REPORT = "report"  # no config of ours cures it: systemd's own restart policy goes on
+    FREE = "free"  # end proven left-overs, start nothing
+    FREE_AND_RETRY = "free_and_retry"  # the cards were not clean: free, try the same config once, then roll back
+    ROLL_BACK = "roll_back"  # where less or other speculation helps
+
+
+REMEDY = {
+    FailureClass.KV_CACHE_OOM: Remedy.ROLL_BACK,
+    FailureClass.CUDA_GRAPH_OOM: Remedy.ROLL_BACK,
+    FailureClass.WEIGHTS_OOM: Remedy.ROLL_BACK,  # of the draft model
+    FailureClass.RUNTIME_CUDA_OOM: Remedy.ROLL_BACK,
+    FailureClass.SOFTWARE_EXCEPTION: Remedy.ROLL_BACK,
+    FailureClass.CUDA_ERROR: Remedy.ROLL_BACK,
+    FailureClass.SEGFAULT: Remedy.ROLL_BACK,
+    FailureClass.BAD_ARGUMENTS: Remedy.ROLL_BACK,  # of a speculation flag
+    FailureClass.MISSING_DEPENDENCY: Remedy.ROLL_BACK,  # of a draft model
+    FailureClass.GPU_MEMORY_HELD: Remedy.FREE_AND_RETRY,
+    FailureClass.STOP_TIMEOUT_SIGKILL: Remedy.FREE,
+    FailureClass.HOST_OOM_KILL: Remedy.REPORT,
+    FailureClass.CGROUP_OOM_KILL: Remedy.REPORT,
+    FailureClass.HOST_MEMORY_SHORTAGE: Remedy.REPORT,
+    FailureClass.SHM_OR_DISK_FULL: Remedy.REPORT,
+    FailureClass.START_TIMEOUT: Remedy.REPORT,
+    FailureClass.STALE_UNIT_FILE: Remedy.REPORT,
+    FailureClass.START_LIMIT_HIT: Remedy.REPORT,
+    FailureClass.REQUESTED_STOP: Remedy.REPORT,
+    FailureClass.EXTERNAL_KILL: Remedy.REPORT,
+    FailureClass.GPU_HARDWARE_FAULT: Remedy.REPORT,
+    FailureClass.NCCL_ERROR: Remedy.REPORT,
+    FailureClass.INTERNAL_WATCHDOG_HANG: Remedy.REPORT,
+    FailureClass.UNRESPONSIVE: Remedy.REPORT,
+    FailureClass.PORT_IN_USE: Remedy.REPORT,
+    FailureClass.UNKNOWN: Remedy.REPORT,
+}
+CURABLE = frozenset(failure for failure, remedy in REMEDY.items() if remedy is Remedy.ROLL_BACK)
+# Of these one occurrence on clean cards proves that the config does not fit: the same start would fail again. A pool
+# that ran full while the server served is the traffic's doing.
+PROVES_A_CEILING = frozenset({FailureClass.KV_CACHE_OOM, FailureClass.CUDA_GRAPH_OOM})
+# Another config cures these only by needing less memory.
+_OF_MEMORY = frozenset(
     {
         FailureClass.KV_CACHE_OOM,
         FailureClass.CUDA_GRAPH_OOM,
         FailureClass.WEIGHTS_OOM,
         FailureClass.RUNTIME_CUDA_OOM,
-        FailureClass.SOFTWARE_EXCEPTION,
-        FailureClass.CUDA_ERROR,
-        FailureClass.SEGFAULT,
-        FailureClass.BAD_ARGUMENTS,  # of a speculation flag
-        FailureClass.MISSING_DEPENDENCY,  # of a draft model
+        FailureClass.GPU_MEMORY_HELD,
     }
 )
-# Of these one occurrence on clean cards proves that the config does not fit: the same start would fail again. A pool
-# that ran full while the server served is the traffic's doing.
-PROVES_A_CEILING = frozenset({FailureClass.KV_CACHE_OOM, FailureClass.CUDA_GRAPH_OOM})
 _SERVED = frozenset({Phase.READY, Phase.SERVING, Phase.STOPPING})
+_RETRY = (Step.HOLD, Step.FREE, Step.START, Step.VERIFY)
+_ROLLBACK = (Step.HOLD, Step.FREE, Step.OVERRIDE, Step.RELOAD, Step.START, Step.VERIFY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +87,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a decision rests on beside the diagnosis. `history` holds the unit's earlier incidents, newest first."""
+    """What a decision rests on beside the diagnosis. Times are Unix seconds.
+
+    `known_good` has what is best to go back to first. `history` holds the unit's earlier incidents, newest first, and
+    `rollbacks` those of them that changed the config, of the last day at least. `proven` is when a config of the unit
+    was last proven: from then on the budget of the window counts anew, the day's does not.
+    """
 
     now: float
     act: bool
@@ -55,7 +100,9 @@ class Facts:
     known_good: tuple[KnownGood, ...] = ()
     ceilings: tuple[SpeculationConfig, ...] = ()
     history: tuple[Incident, ...] = ()
-    starts: tuple[float, ...] = ()  # when the watchdog began to start the unit (Unix seconds), of the last day at least
+    rollbacks: tuple[Incident, ...] = ()
+    starts: tuple[float, ...] = ()  # when the watchdog began to start the unit, of the last day at least
+    proven: float = 0.0
     budget: Budget = Budget(rollbacks=3, window=3600, per_day=6, cool_down=0)
     several_nodes: bool = False
     operator_stopped: bool = False
@@ -78,22 +125,30 @@ def decide(diagnosis: Diagnosis, facts: Facts) -> Plan:
     """The plan for one ended launch."""
     if barred := _barred(diagnosis, facts):
         return Plan(barred)
-    match diagnosis.failure:
-        case FailureClass.STOP_TIMEOUT_SIGKILL:
+    match REMEDY[diagnosis.failure]:
+        case Remedy.FREE:
             return _after_stop_timeout(facts)
-        case FailureClass.GPU_MEMORY_HELD:
+        case Remedy.FREE_AND_RETRY:
             return _after_held_memory(diagnosis, facts)
-        case failure if failure in CURABLE and diagnosis.rollback_helps:
-            return _roll_back(facts)
+        case Remedy.ROLL_BACK if diagnosis.rollback_helps:
+            return _roll_back(diagnosis, facts)
         case _ if proves_a_ceiling(diagnosis):
             return _next_rung_or_hold(diagnosis, facts)
-        case failure:
-            return Plan(f"{failure} is not cured by another speculation config; systemd's own restart policy goes on.")
+        case Remedy.ROLL_BACK | Remedy.REPORT:
+            return Plan(
+                f"{diagnosis.failure} is not cured by another speculation config; systemd's own restart policy goes on."
+            )
 
 
 def proves_a_ceiling(diagnosis: Diagnosis) -> bool:
     """Whether the config is proven not to fit: it ran out of memory while it started."""
     return diagnosis.failure in PROVES_A_CEILING and diagnosis.phase not in _SERVED
+
+
+def demotes(diagnosis: Diagnosis, plan: Plan) -> bool:
+    """Whether what ran is no longer to be called known-good: it does not fit, or it failed by what another config
+    cures. Memory that somebody else held says nothing against it."""
+    return proves_a_ceiling(diagnosis) or (plan.target is not None and diagnosis.failure in CURABLE)
 
 
 def _barred(diagnosis: Diagnosis, facts: Facts) -> str:
@@ -118,16 +173,16 @@ def _after_stop_timeout(facts: Facts) -> Plan:
 
 def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
     """Free, try the same config once, then roll back. Where nothing is ours to free, systemd's restart is the try."""
-    if diagnosis.rollback_helps is not False and _tried_before(facts) and _target(facts) is not None:
-        return _roll_back(facts)
-    if _freed_before(facts):
+    tried = _tried_before(facts)
+    if tried and diagnosis.rollback_helps is not False and _target(diagnosis, facts) is not None:
+        return _roll_back(diagnosis, facts)
+    if tried and Step.FREE in facts.history[0].steps:
         return Plan("The cards were freed once and the same config failed again.", (Step.HOLD,), hold=True)
     if not facts.left_overs:
         return Plan("The memory is held by processes that are not proven to be this unit's: a human has to decide.")
     if spent := _spent(facts):
         return _held(spent)
-    steps = (Step.HOLD, Step.FREE, Step.START, Step.VERIFY)
-    return Plan("The cards were not clean: free them and try the same config once more.", steps)
+    return Plan("The cards were not clean: free them and try the same config once more.", _RETRY)
 
 
 def _tried_before(facts: Facts) -> bool:
@@ -141,28 +196,22 @@ def _tried_before(facts: Facts) -> bool:
     )
 
 
-def _freed_before(facts: Facts) -> bool:
-    """The last incident freed the cards, and the config failed again all the same."""
-    return _tried_before(facts) and Step.FREE in facts.history[0].steps
-
-
-def _roll_back(facts: Facts) -> Plan:
-    target = _target(facts)
+def _roll_back(diagnosis: Diagnosis, facts: Facts) -> Plan:
+    target = _target(diagnosis, facts)
     if target is None:
         return _held("no proven config is left to go back to")
     if facts.override_obstacle:
         return _held(f"the config {target.describe()} cannot be put in force: {facts.override_obstacle}")
     if spent := _spent(facts):
         return _held(spent)
-    steps = (Step.HOLD, Step.FREE, Step.OVERRIDE, Step.RELOAD, Step.START, Step.VERIFY)
-    return Plan(f"Go back from {facts.running.describe()} to {target.describe()}.", steps, target)
+    return Plan(f"Go back from {facts.running.describe()} to {target.describe()}.", _ROLLBACK, target)
 
 
 def _next_rung_or_hold(diagnosis: Diagnosis, facts: Facts) -> Plan:
     """An out-of-memory that the ledger does not call curable: the running config is known-good itself, or nothing is
     known. A known-good that fails is demoted by the caller, so that the next rung is a smaller one."""
     if diagnosis.rollback_helps is None or facts.running.speculates:
-        return _roll_back(facts)
+        return _roll_back(diagnosis, facts)
     return _held("the config that failed does not speculate, so a smaller one is not the watchdog's to choose")
 
 
@@ -170,27 +219,41 @@ def _held(why: str) -> Plan:
     return Plan(f"Held for a human: {why}.", (Step.HOLD,), hold=True)
 
 
-def _target(facts: Facts) -> SpeculationConfig | None:
-    """The newest proven config that is neither the failing one nor a ceiling; else a smaller one; else none at all."""
-    for good in facts.known_good:
-        if _may_try(good.config, facts):
-            return good.config
-    nothing = facts.running.without_speculation()
-    return nothing if facts.allow_no_speculation and _may_try(nothing, facts) else None
+def _target(diagnosis: Diagnosis, facts: Facts) -> SpeculationConfig | None:
+    """The first proven config that may be tried; else none at all."""
+    proven = (good.config for good in facts.known_good)
+    last_rung = (facts.running.without_speculation(),) if facts.allow_no_speculation else ()
+    left = tuple(_left(facts))
+    return next((config for config in (*proven, *last_rung) if _may_try(config, diagnosis, facts, left)), None)
 
 
-def _may_try(config: SpeculationConfig, facts: Facts) -> bool:
-    return not any(config.same_as(other) for other in (facts.running, *facts.ceilings))
+def _may_try(
+    config: SpeculationConfig, diagnosis: Diagnosis, facts: Facts, left: tuple[SpeculationConfig, ...]
+) -> bool:
+    if any(config.same_as(other) for other in (facts.running, *facts.ceilings, *left)):
+        return False
+    return diagnosis.failure not in _OF_MEMORY or config.needs_more_than(facts.running) is not True
+
+
+def _left(facts: Facts) -> Iterable[SpeculationConfig]:
+    """What a rollback of the last day went away from, and was not proven since: never there and back."""
+    for incident in facts.rollbacks:
+        ran = incident.ran
+        if ran is None or facts.now - incident.opened > DAY_S:
+            continue
+        if not any(good.config.same_as(ran) and good.proven > incident.opened for good in facts.known_good):
+            yield ran
 
 
 def _spent(facts: Facts) -> str:
-    done = facts.starts
-    if _since(done, facts.now - facts.budget.window) >= facts.budget.rollbacks:
-        return f"{facts.budget.rollbacks} recoveries in {facts.budget.window / 60:.0f} minutes are used up"
-    if _since(done, facts.now - DAY_S) >= facts.budget.per_day:
-        return f"{facts.budget.per_day} recoveries in one day are used up"
-    if _since(done, facts.now - facts.budget.cool_down):
-        return f"the last recovery is less than {facts.budget.cool_down:.0f} s ago"
+    """Why no start is allowed now. The cool-down counts from the attempt, not from its end: that may never come."""
+    done, budget = facts.starts, facts.budget
+    if _since(done, max(facts.now - budget.window, facts.proven)) >= budget.rollbacks:
+        return f"{budget.rollbacks} recoveries in {budget.window / 60:.0f} minutes are used up"
+    if _since(done, facts.now - DAY_S) >= budget.per_day:
+        return f"{budget.per_day} recoveries in one day are used up"
+    if _since(done, facts.now - budget.cool_down):
+        return f"the last recovery is less than {budget.cool_down:.0f} s ago"
     return ""
 
 

@@ -6,12 +6,14 @@ SGLANG_WATCHDOG_INCIDENT=ID` shows a whole incident. All text passes the secrets
 """
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import IntEnum, StrEnum
 
 import pystemd.journal
 
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.incident import Incident, Outcome
+from sglang_watchdog.domain.known_good import Ceiling
 from sglang_watchdog.domain.secrets import redact_text
 
 
@@ -27,6 +29,7 @@ class AlertId(StrEnum):
     KNOWN_GOOD = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c07"
     BLIND = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c08"
     YIELDED = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c09"
+    KNOWN_CEILING = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c0a"
 
 
 class Priority(IntEnum):
@@ -113,6 +116,20 @@ def degraded(unit: str, invocation: str, message: str) -> Alert:
 
 def known_good(unit: str, invocation: str, message: str) -> Alert:
     return Alert(AlertId.KNOWN_GOOD, Priority.INFO, unit, f"{unit}: {message}", details=(("INVOCATION", invocation),))
+
+
+def known_ceiling(unit: str, invocation: str, ceiling: Ceiling) -> Alert:
+    """Somebody started a config that is proven not to fit."""
+    when = datetime.fromtimestamp(ceiling.seen, UTC)
+    return Alert(
+        AlertId.KNOWN_CEILING,
+        Priority.WARNING,
+        unit,
+        f"{unit}: {ceiling.config.describe()} was started, which did not fit on {when:%Y-%m-%d %H:%M} UTC "
+        f"({ceiling.failure} in launch {ceiling.invocation}); it is left alone",
+        failure=ceiling.failure,
+        details=(("INVOCATION", invocation),),
+    )
 
 
 def yielded(unit: str, message: str) -> Alert:
