@@ -7,6 +7,7 @@ A case is a log with what is known of it; `write` makes of it what an operator w
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,22 @@ def reported() -> Iterator[CorpusCase]:
         yield _case(facts, "".join(f"{line}\n" for line in lines).encode(), _show(facts))
 
 
+def snippets() -> Iterator[CorpusCase]:
+    """Short launches in the wordings of public reports, one file for each kind of failure."""
+    for path in sorted(CORPUS.glob("snippets/*.toml")):
+        for case in tomllib.loads(path.read_text())["case"]:
+            yield from_text({"also_acceptable": case.get("also", []), "expected_class": case["expected"], **case})
+
+
+def from_text(facts: dict[str, Any]) -> CorpusCase:
+    """A case of which `log` is text, and `rollback_helps` is missing where nobody can know."""
+    whole = {"rollback_helps": None, **facts, "log": facts["log"].strip("\n").split("\n")}
+    lines = [json.dumps(entry) for entry in _entries(whole)]
+    return _case(whole, "".join(f"{line}\n" for line in lines).encode(), _show(whole))
+
+
 def everything() -> list[CorpusCase]:
-    return [*recorded(), *reported()]
+    return [*recorded(), *reported(), *snippets()]
 
 
 def _case(facts: dict[str, Any], journal: bytes, show: str) -> CorpusCase:

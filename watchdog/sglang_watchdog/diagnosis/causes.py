@@ -7,6 +7,7 @@ because another one died, collectives that break when a process is killed, a han
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang_watchdog.diagnosis.allocation import GUESS, judge_oom, pins_host_memory
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.effective import wordings_of
 from sglang_watchdog.diagnosis.manager import Said, Word
@@ -19,7 +20,9 @@ from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.launch import Phase
 
 # Xids of the card, its memory, its link or the driver. Others (13, 31, 43, 45) follow an application's fault or a kill.
-_CARD_XIDS = frozenset({8, 48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, *range(143, 151), 154})
+_CARD_XIDS = frozenset(
+    {8, 38, 46, 48, 54, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 110, 119, 120, 123, 136, 140, *range(143, 151), 154}
+)
 _FAULT_XIDS = frozenset({13, 31})
 _GOES_ON_SAME_RANK = 5.0  # seconds of decoding on the same rank that prove that a line was not the end
 _GOES_ON = 90.0  # on any rank: SGLang's crash diagnostics keep the others alive for up to 65 s
@@ -31,12 +34,15 @@ _PLAIN: dict[Meaning, tuple[Class, float]] = {
     Meaning.KV_UNSIZABLE: (Class.KV_CACHE_OOM, 0.95),
     Meaning.KV_EXHAUSTED: (Class.KV_CACHE_OOM, 0.85),
     Meaning.HELD: (Class.GPU_MEMORY_HELD, 0.85),
+    Meaning.WEIGHTS_UNFIT: (Class.WEIGHTS_OOM, 0.9),
+    Meaning.OOM_KILLED: (Class.CGROUP_OOM_KILL, 0.9),
+    Meaning.MEMORY_MONITOR: (Class.HOST_OOM_KILL, 0.75),
     Meaning.HOST_ALLOCATION: (Class.HOST_MEMORY_SHORTAGE, 0.9),
     Meaning.NO_SPACE: (Class.SHM_OR_DISK_FULL, 0.9),
     Meaning.HARDWARE: (Class.GPU_HARDWARE_FAULT, 0.95),
     Meaning.CUDA_FAULT: (Class.CUDA_ERROR, 0.9),
     Meaning.NCCL_FAULT: (Class.NCCL_ERROR, 0.85),
-    Meaning.NATIVE_CRASH: (Class.SEGFAULT, 0.85),
+    Meaning.ABORTED: (Class.SEGFAULT, 0.6),
     Meaning.HANG: (Class.INTERNAL_WATCHDOG_HANG, 0.9),
     Meaning.PROBER_KILL: (Class.UNRESPONSIVE, 0.85),
     Meaning.BAD_ARGUMENT: (Class.BAD_ARGUMENTS, 0.95),
@@ -44,6 +50,14 @@ _PLAIN: dict[Meaning, tuple[Class, float]] = {
     Meaning.MISSING: (Class.MISSING_DEPENDENCY, 0.9),
     Meaning.PORT: (Class.PORT_IN_USE, 0.95),
     Meaning.SOFTWARE: (Class.SOFTWARE_EXCEPTION, 0.8),
+}
+# A child's exit code where a signal of its own doing ended it: SIGBUS is a page of a full /dev/shm that was touched.
+_BY_CHILD = {
+    "-4": (Class.SEGFAULT, 0.85),
+    "-6": (Class.SEGFAULT, 0.55),
+    "-7": (Class.SHM_OR_DISK_FULL, 0.7),
+    "-8": (Class.SEGFAULT, 0.85),
+    "-11": (Class.SEGFAULT, 0.85),
 }
 _KILLS = frozenset({Class.HOST_OOM_KILL, Class.CGROUP_OOM_KILL})
 _MEMORY = frozenset(
@@ -76,7 +90,7 @@ def first_cause(case: Case) -> Cause | None:
     if not causes:
         return None
     first = causes[0]
-    explaining = (cause for cause in causes if _explains(cause, first))
+    explaining = (cause for cause in causes[1:] if _explains(cause, first))
     return next(explaining, first)
 
 
@@ -87,9 +101,17 @@ def _explains(cause: Cause, first: Cause) -> bool:
         return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
     if cause.failure is Class.GPU_HARDWARE_FAULT:
         return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
+    if cause.failure in _MEMORY and first.confidence <= GUESS < cause.confidence:
+        return apart <= _OTHER_RANK
     if cause.failure in (Class.CUDA_ERROR, Class.SEGFAULT):
-        return first.failure is Class.NCCL_ERROR and apart <= _OTHER_RANK
+        return first.failure is Class.NCCL_ERROR and apart <= _OTHER_RANK and not _is_an_abort(cause)
     return cause.failure in _MEMORY and first.failure in _SOFT and apart <= _OTHER_RANK
+
+
+def _is_an_abort(cause: Cause) -> bool:
+    """A process that aborts does so because of something: of a collective that failed, for one."""
+    hit = cause.hit
+    return hit is not None and (hit.means is Meaning.ABORTED or hit.groups.get("code") == "-6")
 
 
 def _all(case: Case) -> Iterator[Cause]:
@@ -127,7 +149,7 @@ def _of_hit(hit: Hit, case: Case) -> Cause | None:
     failure, confidence = judged
     return Cause(
         failure=failure,
-        confidence=confidence,
+        confidence=hit.signature.confidence or confidence,
         order=hit.order,
         time=hit.time,
         text=hit.text,
@@ -153,8 +175,12 @@ def _of_the_draft(hit: Hit, failure: Class) -> bool:
 def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
     match hit.means:
         case Meaning.CUDA_OOM:
-            stage = _oom_stage(hit)
-            return (stage, 0.9) if stage else None
+            return judge_oom(hit, case.timeline)
+        case Meaning.CUDA_FAULT if pins_host_memory(hit):
+            return Class.HOST_MEMORY_SHORTAGE, 0.75
+        case Meaning.NATIVE_CRASH:
+            ours = hit.signature.source is not Source.KERNEL or _killed_ours(hit, case)
+            return (Class.SEGFAULT, 0.85) if ours else None
         case Meaning.UNBALANCED:
             draft = hit.worker is Worker.DRAFT or _allocated_before(hit, case.timeline)
             return (Class.SOFTWARE_EXCEPTION, 0.75) if draft else (Class.GPU_MEMORY_HELD, 0.9)
@@ -169,7 +195,7 @@ def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
         case Meaning.XID:
             return _xid(int(hit.groups.get("xid", "0")))
         case Meaning.CHILD_DIED:
-            return (Class.SEGFAULT, 0.85) if hit.groups.get("code") in ("-11", "-4") else None
+            return _BY_CHILD.get(hit.groups.get("code", ""))
         case Meaning.NO_PROGRESS:
             return (Class.UNRESPONSIVE, 0.6) if _prober_followed(hit, case.timeline) else None
         case _:
@@ -180,39 +206,6 @@ def _xid(code: int) -> tuple[Class, float] | None:
     if code in _CARD_XIDS:
         return Class.GPU_HARDWARE_FAULT, 0.9
     return (Class.CUDA_ERROR, 0.6) if code in _FAULT_XIDS else None
-
-
-_POOL_FRAMES = ("memory_pool", "kv_cache_configurator", "pool_configurator", "_create_buffers", "kv_cache_mixin")
-_GRAPH_FRAMES = ("init_cuda_graph", "init_all_cuda_graphs", "cuda_graph_setup", "graph_runner.py:__init__")
-_WEIGHT_FRAMES = ("load_model", "model_loader/", "_initialize_model")
-_RUN_FRAMES = ("event_loop", "forward_batch_generation", "run_batch", "process_batch_result")
-_BY_PHASE = {
-    Phase.LOADING_WEIGHTS: Class.WEIGHTS_OOM,
-    Phase.ALLOCATING_KV: Class.KV_CACHE_OOM,
-    Phase.CAPTURING_GRAPHS: Class.CUDA_GRAPH_OOM,
-    Phase.WARMING_UP: Class.RUNTIME_CUDA_OOM,
-    Phase.READY: Class.RUNTIME_CUDA_OOM,
-    Phase.SERVING: Class.RUNTIME_CUDA_OOM,
-    Phase.STOPPING: Class.RUNTIME_CUDA_OOM,
-}
-
-
-def _oom_stage(hit: Hit) -> Class | None:
-    """What was being allocated: the frames tell, else the words, else how far the rank had come. A raw OOM after the
-    last pool is the graphs': their buffers are allocated before the first line about a capture."""
-    for stage, parts in (
-        (Class.RUNTIME_CUDA_OOM, _RUN_FRAMES),
-        (Class.KV_CACHE_OOM, _POOL_FRAMES),
-        (Class.CUDA_GRAPH_OOM, _GRAPH_FRAMES),
-        (Class.WEIGHTS_OOM, _WEIGHT_FRAMES),
-    ):
-        if any(part in frame for frame in hit.frames for part in parts):
-            return stage
-    if "graph failed" in hit.text or "draft extend failed" in hit.text:
-        return Class.CUDA_GRAPH_OOM
-    if "warming up" in hit.text:
-        return Class.RUNTIME_CUDA_OOM
-    return _BY_PHASE.get(hit.phase)
 
 
 def _allocated_before(hit: Hit, timeline: Timeline) -> bool:

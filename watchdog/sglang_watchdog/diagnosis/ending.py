@@ -83,10 +83,10 @@ class Ending:
 def judge_stop(ending: Ending, cause: Cause | None) -> Verdict | None:
     """A stop that was asked for before anything else was wrong. None where it was not."""
     asked = ending.asked_order
+    if cause is None and asked is None:
+        return _unseen_stop(ending)
     if asked is not None and (cause is None or cause.order > asked):
         return _asked(ending)
-    if asked is None and cause is None:
-        return _unseen_stop(ending)
     return None
 
 
@@ -99,6 +99,9 @@ def _asked(ending: Ending) -> Verdict:
         return _stop_timeout(ending, timed_out, 0.97)
     if timed_out:
         return _stop_timeout(ending, timed_out, 0.8)
+    forced = ending.timeline.first(Meaning.STOP_FORCED)
+    if forced:
+        return _stop_forced(ending, forced)
     evicted = ending.timeline.first(Meaning.EVICTED)
     if evicted and not ending.stopping:
         return _evicted(ending, evicted)
@@ -140,6 +143,22 @@ def _stop_timeout(ending: Ending, timed_out: Said, confidence: float) -> Verdict
     )
 
 
+def _stop_forced(ending: Ending, hit: Hit) -> Verdict:
+    busy = in_flight(ending.timeline)
+    with_requests = f" with {busy} requests still in flight" if busy else ""
+    return Verdict(
+        Class.STOP_TIMEOUT_SIGKILL,
+        0.9,
+        f"A stop was asked for, the server was still shutting down{with_requests}, and whoever supervises it "
+        "ended it with SIGKILL. That says nothing against its configuration.",
+        evidence=(*_sigterm(ending), of_hit(hit), *ending.proofs()),
+        advice=("Give the stop more time there (`docker stop --time`, `stopwaitsecs=`, a pod's grace period).",),
+        ruled_out=(
+            RuledOut(Class.EXTERNAL_KILL, "the supervisor that stopped it says itself that it sent the SIGKILL"),
+        ),
+    )
+
+
 def _sigterm(ending: Ending) -> tuple[Evidence, ...]:
     return (of_hit(ending.sigterm),) if ending.sigterm and not ending.stopping else ()
 
@@ -151,7 +170,7 @@ def _drain_line(ending: Ending) -> tuple[Evidence, ...]:
 
 def _requested(ending: Ending) -> Verdict:
     by_systemd = ending.stopping is not None
-    how = "by systemd" if by_systemd else "with SIGTERM"
+    how = "by systemd" if by_systemd else _how(ending.sigterm)
     died = ending.timeline.first(Meaning.CHILD_DIED)
     ruled_out = [RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop state timed out")]
     note = ""
@@ -164,11 +183,17 @@ def _requested(ending: Ending) -> Verdict:
     seen = [ending.stopping] if ending.stopping else []
     return Verdict(
         Class.REQUESTED_STOP,
-        0.95 if by_systemd else 0.75,
+        0.95 if by_systemd else 0.75 if ending.sigterm else 0.6,
         f"The server was stopped on request, {how}, and ended in time{note}. This is no failure.",
         evidence=(*map(of_said, seen), *((of_hit(ending.sigterm),) if ending.sigterm else ()), *ending.proofs()),
         ruled_out=tuple(ruled_out),
     )
+
+
+def _how(signal: Hit | None) -> str:
+    if signal is None:
+        return "by whom is not in this log"
+    return "from its terminal" if signal.text == "KeyboardInterrupt" else "with SIGTERM"
 
 
 def _runtime_limit(ending: Ending, said: Said) -> Verdict:
@@ -184,12 +209,11 @@ def _runtime_limit(ending: Ending, said: Said) -> Verdict:
 
 
 def _evicted(ending: Ending, hit: Hit) -> Verdict:
-    assert ending.sigterm is not None
     return Verdict(
         Class.EXTERNAL_KILL,
         0.85,
-        "Another supervisor took the server off this machine: it withdrew its place and then sent SIGTERM.",
-        evidence=(of_hit(hit), of_hit(ending.sigterm), *ending.proofs()),
+        "Another supervisor took the server off this machine: it withdrew its place and then ended it.",
+        evidence=(of_hit(hit), *((of_hit(ending.sigterm),) if ending.sigterm else ()), *ending.proofs()),
         advice=("Look in that supervisor's own log for the reason; the server itself did not fail.",),
     )
 
@@ -217,11 +241,20 @@ def _unseen_stop(ending: Ending) -> Verdict | None:
     outlived = timed_out and not (ending.main_exit and ending.main_exit.order < timed_out.order)
     if timed_out and outlived and ending.result is ServiceResult.TIMEOUT and not timeline.complete:
         return _stop_timeout(ending, timed_out, 0.75)
+    forced, evicted = timeline.first(Meaning.STOP_FORCED), timeline.first(Meaning.EVICTED)
+    if forced or evicted:
+        return _stop_forced(ending, forced) if forced else _evicted(ending, evicted) if evicted else None
     control = timeline.word(Word.CONTROL_EXIT)
     stopped = timeline.word(Word.STOPPED)
     if control and control.detail == "killed/15" and stopped and not timeline.word(Word.START_TIMED_OUT):
         return _superseded(control, stopped)
-    return None
+    shut = timeline.first(Meaning.STOPPING)
+    return _requested(ending) if shut and _ended_by_itself(ending) and not timeline.failures else None
+
+
+def _ended_by_itself(ending: Ending) -> bool:
+    """An end that goes with a server's own word that it shuts down; a crash has another one."""
+    return not ending.own_kill() and ending.status in ("", "exited/0", "killed/15", "killed/2")
 
 
 def _superseded(control: Said, stopped: Said) -> Verdict:

@@ -64,9 +64,12 @@ def _held(cause: Cause, held: Held) -> Verdict:
 
 def _held_by_word(case: Case, cause: Cause) -> Verdict:
     unbalanced = cause.hit is not None and cause.hit.means is Meaning.UNBALANCED
+    too_early = cause.hit is not None and cause.hit.means is Meaning.CUDA_OOM
     how = (
         "before it loaded anything the server found much less free memory on one GPU than on the others"
         if unbalanced
+        else "it ran out before the server had loaded anything"
+        if too_early
         else "the check before the start found GPU memory in use"
     )
     return Verdict(

@@ -27,6 +27,8 @@ class Word(StrEnum):
     RUNTIME_LIMIT = "runtime_limit"
     START_LIMIT = "start_limit"
     RESOURCES = "resources"  # systemd could not set the process up
+    DEPENDENCY = "dependency"  # another unit that this one needs did not come up
+    BAD_UNIT = "bad_unit"  # systemd refuses the unit file
     CLIENT_KILL = "client_kill"  # detail: the signal
     OUT_OF_MEMORY = "out_of_memory"
     OOMD = "oomd"
@@ -73,6 +75,8 @@ _ENGLISH: tuple[tuple[Word, re.Pattern[str]], ...] = (
     (Word.RUNTIME_LIMIT, re.compile(r".*reached runtime time limit")),
     (Word.START_LIMIT, re.compile(r".*Start request repeated too quickly")),
     (Word.RESOURCES, re.compile(r".*(?:Failed to load environment files|Failed to run '\S+' task): (.*)")),
+    (Word.DEPENDENCY, re.compile(r"Dependency failed for \S|.*failed with result 'dependency'")),
+    (Word.BAD_UNIT, re.compile(r".*: .*Refusing\.$|.*bad unit file setting|.*Unit configuration has fatal error")),
     (Word.CLIENT_KILL, re.compile(r".*Sent signal (SIG\w+) to .* on client request")),
     (Word.OUT_OF_MEMORY, re.compile(r".*killed by the OOM killer")),
     (Word.OOMD, re.compile(r".*systemd-oomd killed|Killed /\S+ due to ")),

@@ -60,7 +60,8 @@ _CAPTURE = re.compile(r"Capture (?P<what>.*?)(?:cuda|CUDA) graph (?P<end>begin|e
 BEGINNINGS = (
     *("server_args=", "Init torch distributed", "Init parallel", "Load weight", "Mamba Cache is", "KV Cache is"),
     *("Memory pool end", "Capture ", "max_total_num_tokens=", "INFO:     Started server", "INFO:     Uvicorn running"),
-    "The server is fired up",
+    *("The server is fired up", "Loading safetensors", "Loading pt checkpoint", "Multi-thread loading shards"),
+    "Capturing batches",
 )
 
 
@@ -191,6 +192,15 @@ class Progress:
     def _up(self, state: RankProgress, _text: str) -> None:
         state.phase = Phase.WARMING_UP
 
+    def _loading_bar(self, state: RankProgress, _text: str) -> None:
+        """A progress bar carries no rank, and tells a phase only where the line before it is not in the log."""
+        if state.phase in (Phase.UNKNOWN, Phase.STARTING):
+            state.phase, state.loads_begun = Phase.LOADING_WEIGHTS, 1
+
+    def _capturing_bar(self, state: RankProgress, _text: str) -> None:
+        if state.phase in (Phase.UNKNOWN, Phase.STARTING, Phase.LOADING_WEIGHTS):
+            state.phase = Phase.CAPTURING_GRAPHS
+
     def _ready(self, state: RankProgress, _text: str) -> None:
         state.phase = Phase.READY
 
@@ -211,6 +221,8 @@ _HANDLERS: tuple[tuple[str, _Handler], ...] = (
     ("max_total_num_tokens=", Progress._sized),
     ("INFO: ", Progress._up),
     ("The server is fired up", Progress._ready),
+    ("Capturing batches", Progress._capturing_bar),
+    *((bar, Progress._loading_bar) for bar in ("Loading safetensors", "Loading pt checkpoint", "Multi-thread loading")),
 )
 
 

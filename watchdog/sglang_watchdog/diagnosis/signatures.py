@@ -24,18 +24,22 @@ class Meaning(StrEnum):
     CUDA_OOM = "cuda_oom"
     UNBALANCED = "unbalanced"  # SGLang's check of free memory over the ranks
     HELD = "held"  # somebody says that GPU memory is held
+    WEIGHTS_UNFIT = "weights_unfit"  # an engine says that the weights' buffer cannot be allocated
     HOST_ALLOCATION = "host_allocation"  # host memory refused, nothing killed
     DRIVER_NO_MEMORY = "driver_no_memory"  # the driver cannot allocate (unified memory)
     HOST_KILL = "host_kill"  # the kernel's global OOM killer
     CGROUP_KILL = "cgroup_kill"
     KILL_CONTEXT = "kill_context"  # the kernel names the control group of the process that it kills next
     CGROUP_COUNTER = "cgroup_counter"  # memory.events' oom_kill moved
+    OOM_KILLED = "oom_killed"  # a supervisor says that the kernel killed in the process's memory group
+    MEMORY_MONITOR = "memory_monitor"  # a watcher of the host's memory ended the process
     NO_SPACE = "no_space"
     HARDWARE = "hardware"
     XID = "xid"  # the code decides
     CUDA_FAULT = "cuda_fault"
     NCCL_FAULT = "nccl_fault"
     NATIVE_CRASH = "native_crash"
+    ABORTED = "aborted"  # a process gave itself up, mostly because of what it said before
     HANG = "hang"  # SGLang's own watchdog fired
     NO_PROGRESS = "no_progress"
     PROBER_KILL = "prober_kill"
@@ -49,6 +53,7 @@ class Meaning(StrEnum):
     CHILD_DIED = "child_died"  # group `code`
     OWN_KILL = "own_kill"  # SGLang ends its own tree
     SIGTERM = "sigterm"
+    STOP_FORCED = "stop_forced"  # another supervisor's stop took too long, and it sent SIGKILL
     STOPPING = "stopping"  # the server says that it shuts down
     ECHO = "echo"  # what the end of another process causes
     BENIGN = "benign"  # error words in a good start
@@ -114,7 +119,8 @@ class ReleaseRange:
 @dataclass(frozen=True, slots=True)
 class Signature:
     """`needles` are literals of which a line must hold one before the pattern is tried: a search for a literal costs
-    a fraction of a pattern's, and nearly all lines of a serving launch hold none."""
+    a fraction of a pattern's, and nearly all lines of a serving launch hold none. `confidence` is the wording's own,
+    where it is less sure than its meaning."""
 
     id: str
     means: Meaning
@@ -124,6 +130,7 @@ class Signature:
     releases: ReleaseRange
     samples: tuple[str, ...]
     others: tuple[str, ...]
+    confidence: float | None = None
 
     def search(self, text: str) -> re.Match[str] | None:
         if not any(needle in text for needle in self.needles):
@@ -202,6 +209,7 @@ def _signature(row: Mapping[str, object]) -> Signature:
         releases=ReleaseRange.parse(str(row["releases"])),
         samples=tuple(_strings(row, "samples")),
         others=tuple(_strings(row, "others")),
+        confidence=float(str(row["confidence"])) if "confidence" in row else None,
     )
 
 

@@ -17,7 +17,10 @@ _EXEC_STATUSES = range(200, 246)
 
 def judge_manager(case: Case, ending: Ending) -> Verdict | None:
     """The first rule that has its proof, in order of how near its words are to a cause."""
-    rules = (_memory_result, _could_not_execute, _could_not_prepare, _start_timeout, _client_kill, _start_limit)
+    rules = (
+        *(_memory_result, _native_end, _could_not_execute, _could_not_prepare, _refused_unit, _start_timeout),
+        *(_client_kill, _start_limit),
+    )
     verdicts = (rule(case, ending) for rule in rules)
     return next((verdict for verdict in verdicts if verdict), None)
 
@@ -38,10 +41,33 @@ def _memory_result(_case: Case, ending: Ending) -> Verdict | None:
     )
 
 
+# Signals that a process brings upon itself; behind a container or a shell they are 128 and the number.
+_OWN_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
+
+
+def _native_end(case: Case, ending: Ending) -> Verdict | None:
+    """The main process ended by a signal of its own doing, and its log says nothing of it."""
+    code, _, status = ending.status.partition("/")
+    number = int(status) - 128 * (code == "exited") if status.isdigit() else 0
+    asked_by_systemd = case.timeline.word(Word.WATCHDOG) or ending.result is ServiceResult.WATCHDOG
+    if number not in _OWN_SIGNALS or asked_by_systemd:
+        return None
+    full = number == 7
+    what = "it touched a page that a full /dev/shm could not give" if full else "its native code is at fault"
+    return Verdict(
+        Class.SHM_OR_DISK_FULL if full else Class.SEGFAULT,
+        0.6 if full else 0.75,
+        f"The server's own process ended by {_OWN_SIGNALS[number]}: {what}.",
+        evidence=ending.proofs(),
+        advice=("See `df -h /dev/shm`." if full else "Look for a core dump (`coredumpctl`).",),
+        ruled_out=(RuledOut(Class.EXTERNAL_KILL, "nobody kills with this signal: a process brings it upon itself"),),
+    )
+
+
 def _could_not_execute(_case: Case, ending: Ending) -> Verdict | None:
     code, _, status = ending.status.partition("/")
     if code != "exited" or not status.isdigit() or int(status) not in _EXEC_STATUSES:
-        return None
+        return _not_found(ending) if ending.status in _SHELL_STATUSES else None
     return Verdict(
         Class.MISSING_DEPENDENCY,
         0.9,
@@ -52,7 +78,38 @@ def _could_not_execute(_case: Case, ending: Ending) -> Verdict | None:
     )
 
 
+# A shell's or a container client's word for a program that is not there, or may not be run.
+_SHELL_STATUSES = ("exited/126", "exited/127")
+
+
+def _not_found(ending: Ending) -> Verdict:
+    return Verdict(
+        Class.MISSING_DEPENDENCY,
+        0.75,
+        "A program or a library that the command needs was not found or may not be run (status 126 or 127).",
+        evidence=ending.proofs(),
+        phase=Phase.STARTING,
+    )
+
+
+def _refused_unit(case: Case, _ending: Ending) -> Verdict | None:
+    said = case.timeline.word(Word.BAD_UNIT)
+    if not said:
+        return None
+    return Verdict(
+        Class.BAD_ARGUMENTS,
+        0.8,
+        "systemd refuses the unit's definition, so nothing was started.",
+        evidence=(of_said(said),),
+        advice=("`systemd-analyze verify UNIT` names the lines.",),
+        phase=Phase.STARTING,
+    )
+
+
 def _could_not_prepare(case: Case, ending: Ending) -> Verdict | None:
+    dependency = case.timeline.word(Word.DEPENDENCY)
+    if dependency:
+        return _dependency(dependency)
     said = case.timeline.word(Word.RESOURCES)
     if not said and ending.result is not ServiceResult.RESOURCES:
         return None
@@ -66,6 +123,17 @@ def _could_not_prepare(case: Case, ending: Ending) -> Verdict | None:
             "See which file is meant with `systemctl cat UNIT`. A drop-in that was left behind shadows the unit file: "
             "look at DropInPaths of `systemctl show UNIT` first.",
         ),
+        phase=Phase.STARTING,
+    )
+
+
+def _dependency(said: Said) -> Verdict:
+    return Verdict(
+        Class.MISSING_DEPENDENCY,
+        0.75,
+        "The program never ran: another unit that this one needs did not come up.",
+        evidence=(of_said(said),),
+        advice=("`systemctl list-dependencies UNIT` and `systemctl --failed` show which.",),
         phase=Phase.STARTING,
     )
 
@@ -180,6 +248,10 @@ def _unknown_words(case: Case, ending: Ending) -> str:
         )
     if timeline.first(Meaning.CHILD_DIED):
         return "A process of the server was ended by a signal. Nothing here says who sent it."
+    if ending.status == "exited/137":
+        return (
+            "The server was ended by SIGKILL behind a container's or a shell's process. Nothing here says who sent it."
+        )
     if ending.status == "exited/0":
         return "The server ended with status 0 although nobody asked it to. Nothing here says why."
     if not timeline.ended and not ending.status:
