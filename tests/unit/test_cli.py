@@ -18,8 +18,9 @@ from alert_samples import with_most
 from corpus_cases import CORPUS
 from sglang_watchdog.cli import run as run_module
 from sglang_watchdog.cli.client import NotRunning, ask
+from sglang_watchdog.cli.operate import seconds_of
 from sglang_watchdog.control import ControlServer
-from sglang_watchdog.domain.errors import WatchdogError
+from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
 from sglang_watchdog.settings import Settings
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, whose the control socket is")
@@ -52,6 +53,9 @@ class Daemon:
 
     freed: str = ""
 
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
     async def status(self) -> dict[str, object]:
         row = {
             "unit": LONG,
@@ -60,6 +64,9 @@ class Daemon:
             "phase": "serving",
             "running": "steps 10",
             "known_good": "",
+            "proven": [{"id": "g1a2b3c4d", "config": "steps 4", "proven": 0.0, "traffic": False}],
+            "ceilings": [{"id": "c5e6f7a8b", "config": "steps 12", "seen": 0.0, "class": "kv_cache_oom"}],
+            "paused_until": 60.0,
             "last_incident": {"id": "c8b047994eb7", "class": "kv_cache_oom", "outcome": "contained"},
         }
         return {"units": [row], "blind": ["NVML: no card can be read"]}
@@ -73,6 +80,25 @@ class Daemon:
     async def free(self, unit: str, *, dry_run: bool) -> dict[str, object]:
         self.freed = unit
         return {"ended": [], "spared": [], "summary": "Nothing was touched." if dry_run else "Nothing to end."}
+
+    async def pause(self, unit: str, seconds: float) -> dict[str, object]:
+        return self._said("pause", unit, seconds)
+
+    async def resume(self, unit: str) -> dict[str, object]:
+        return self._said("resume", unit)
+
+    async def roll_back(self, unit: str, to: str) -> dict[str, object]:
+        return self._said("rollback", unit, to)
+
+    async def mark_good(self, unit: str) -> dict[str, object]:
+        return self._said("mark-good", unit)
+
+    async def forget(self, unit: str, name: str) -> dict[str, object]:
+        return self._said("forget", unit, name)
+
+    def _said(self, *words: object) -> dict[str, object]:
+        self.asked.append(words)
+        return {"summary": "As asked."}
 
 
 @pytest.fixture
@@ -105,10 +131,51 @@ def test_a_pipe_gets_status_whole_however_long_the_names_are(config: Path) -> No
     assert done.stdout.splitlines() == [
         f"{LONG}  active (running), serving",
         "    runs steps 10, known-good: nothing yet",
-        "    may act: no",
+        f"    g1a2b3c4d  steps 4, proven {_local(0)}, by probes alone",
+        f"    c5e6f7a8b  steps 12 does not fit: kv_cache_oom, {_local(0)}",
+        f"    may act: no, paused until {_local(60)}",
         "    last incident: kv_cache_oom (contained)  c8b047994eb7",
         "cannot see: NVML: no card can be read",
     ]
+
+
+def _local(time: float) -> str:
+    return datetime.fromtimestamp(time).astimezone().strftime("%m-%d %H:%M")
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (("pause", LONG), ("pause", LONG, 7200.0)),
+        (("pause", LONG, "--for", "1h30m"), ("pause", LONG, 5400.0)),
+        (("resume", LONG), ("resume", LONG)),
+        (("rollback", LONG), ("rollback", LONG, "")),
+        (("rollback", LONG, "--to", "g1a2b3c4d"), ("rollback", LONG, "g1a2b3c4d")),
+        (("mark-good", LONG), ("mark-good", LONG)),
+        (("forget", LONG, "c5e6f7a8b"), ("forget", LONG, "c5e6f7a8b")),
+    ],
+)
+def test_a_command_asks_the_daemon_for_what_was_typed(
+    config: Path, daemon: Daemon, words: tuple[str, ...], asked: tuple[object, ...]
+) -> None:
+    done = run(*words, "--config", config)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "As asked.\n", "")
+    assert daemon.asked == [asked]
+
+
+@pytest.mark.parametrize("length", ["2x", "", "h", "-1h", "1.5h", "2 h"])
+def test_a_length_of_time_that_is_none_is_told_with_what_would_be(length: str) -> None:
+    with pytest.raises(UnusableInput, match="write 90s, 30m, 2h, 1d or 1h30m"):
+        seconds_of(length)
+
+
+@needs_root
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("query", ["", "?seconds=", "?seconds=soon"])
+def test_a_pause_without_its_length_is_refused(tmp_path: Path, query: str) -> None:
+    with pytest.raises(UnusableInput, match="needs its length"):
+        ask(tmp_path, "POST", f"/v1/units/sglang.service/pause{query}")
 
 
 @needs_root
@@ -179,7 +246,6 @@ def test_settings_that_cannot_be_used_do_not_keep_a_unit_down(
 @pytest.mark.parametrize(
     "words",
     [("--help",), ("status", "--help"), ("check-config",), ("diagnose", "--journal", str(STORY / "journal.jsonl"))],
-    ids=" ".join,
 )
 def test_a_command_that_asks_no_daemon_loads_nothing_of_it(words: tuple[str, ...], config: Path) -> None:
     code = (

@@ -22,6 +22,7 @@ DOCS = CHECKOUT / "docs"
 PAGES = (CHECKOUT / "README.md", CHECKOUT / "CHANGELOG.md", *sorted(DOCS.glob("*.md")))
 ALERTS_AND_METRICS = DOCS / "alerts-and-metrics.md"
 COMMON_FIELDS = {"UNIT"}
+BESIDE_STEPS = {"plan", "withdraw", "pause", "resume"}
 
 
 def rows(page: Path, header: str) -> list[list[str]]:
@@ -141,7 +142,12 @@ def test_the_values_of_closed_fields_are_listed() -> None:
     explained = {row[0].strip("`"): words(row[1]) for row in rows(ALERTS_AND_METRICS, "| field | value |")}
     assert explained["OUTCOME"] == {outcome.value for outcome in Outcome} - {Outcome.OPEN}
     assert explained["PHASE"] == {phase.value for phase in Phase}
-    assert explained["ACTION"] == {step.value for step in Step} - {Step.VERIFY} | {"plan", "withdraw"}
+    assert explained["ACTION"] == {step.value for step in Step} - {Step.VERIFY} | {
+        "plan",
+        "withdraw",
+        "pause",
+        "resume",
+    }
 
 
 # Metrics

@@ -192,6 +192,23 @@ def test_who_may_not_read_the_file_is_told_to_be_root(path: Path) -> None:
         os.setresuid(0, 0, 0)
 
 
+# Versions of the schema
+
+
+def test_a_ledger_of_schema_1_is_taken_over_with_all_that_it_holds(path: Path) -> None:
+    ledger = Ledger.open(path)
+    stored = ledger.open_incident(incident())
+    ledger.close()
+    db = sqlite3.connect(path)
+    db.executescript("DROP TABLE pauses; PRAGMA user_version=1;")
+    db.close()
+    again = Ledger.open(path)
+    assert again.pause(UNIT) is None
+    again.save_pause(UNIT, 1.0, 2.0)
+    assert Ledger.open(path).pause(UNIT) == (1.0, 2.0)
+    assert again.incidents(UNIT) == [stored]
+
+
 # What was begun, and what may be forgotten
 
 
@@ -310,3 +327,27 @@ def test_whether_anything_is_known_good_counts_any_base_and_no_demoted_config(pa
     assert not ledger.any_known_good("other.service")
     ledger.demote(good, "it failed with kv_cache_oom")
     assert not ledger.any_known_good(UNIT)
+
+
+def test_what_a_person_names_is_forgotten_and_nothing_else(path: Path) -> None:
+    ledger = Ledger.open(path)
+    good = KnownGood(UNIT, "base", STEPS4, LAUNCH.invocation, 150.0)
+    ceiling = Ceiling(UNIT, "base", STEPS4, FailureClass.KV_CACHE_OOM, LAUNCH.invocation, 160.0)
+    other = replace(ceiling, base="another base")
+    ledger.save_known_good(good)
+    ledger.save_ceiling(ceiling)
+    ledger.save_ceiling(other)
+    assert ledger.forget("other.service", good.id) is None
+    assert ledger.forget(UNIT, "gffffffff") is None
+    assert ledger.forget(UNIT, ceiling.id) == ceiling
+    assert (ledger.ceilings(UNIT, "base"), ledger.ceilings(UNIT, "another base")) == ([], [other])
+    assert ledger.forget(UNIT, good.id) == good
+    assert ledger.known_good(UNIT, "base") == []
+
+
+def test_a_rollback_that_a_person_asked_for_is_no_start_of_ours(path: Path) -> None:
+    ledger = Ledger.open(path)
+    asked = ledger.open_incident(replace(incident(), failure=FailureClass.REQUESTED_STOP))
+    with ledger.intent(asked.id, Step.START):
+        pass
+    assert ledger.starts(UNIT, 0.0) == []

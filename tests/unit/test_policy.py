@@ -81,6 +81,11 @@ def test_nothing_is_touched_without_act(failure: FailureClass) -> None:
 
 
 @pytest.mark.parametrize("failure", sorted(FailureClass))
+def test_nothing_is_touched_during_a_pause(failure: FailureClass) -> None:
+    assert decide(diagnosis(failure), replace(FACTS, paused="paused until 18:00 UTC", left_overs=True)).steps == ()
+
+
+@pytest.mark.parametrize("failure", sorted(FailureClass))
 def test_a_launch_of_several_nodes_is_never_acted_on(failure: FailureClass) -> None:
     assert decide(diagnosis(failure), replace(FACTS, several_nodes=True, left_overs=True)).steps == ()
 

@@ -28,6 +28,16 @@ class Controlled(Protocol):
 
     async def free(self, unit: str, *, dry_run: bool) -> Json: ...
 
+    async def pause(self, unit: str, seconds: float) -> Json: ...
+
+    async def resume(self, unit: str) -> Json: ...
+
+    async def roll_back(self, unit: str, to: str) -> Json: ...
+
+    async def mark_good(self, unit: str) -> Json: ...
+
+    async def forget(self, unit: str, name: str) -> Json: ...
+
 
 class ControlServer:
     """Serves one `Controlled` on `folder`/control.sock."""
@@ -42,6 +52,11 @@ class ControlServer:
         app.router.add_get("/v1/status", self._status)
         app.router.add_get("/v1/gpus", self._gpus)
         app.router.add_post("/v1/units/{unit}/free", self._free)
+        app.router.add_post("/v1/units/{unit}/pause", self._pause)
+        app.router.add_post("/v1/units/{unit}/resume", self._resume)
+        app.router.add_post("/v1/units/{unit}/rollback", self._roll_back)
+        app.router.add_post("/v1/units/{unit}/mark-good", self._mark_good)
+        app.router.add_post("/v1/units/{unit}/forget", self._forget)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
         self._path.unlink(missing_ok=True)
@@ -62,6 +77,30 @@ class ControlServer:
     async def _free(self, request: web.Request) -> web.Response:
         dry_run = request.query.get("dry_run", "false") == "true"
         return web.json_response(await self._controlled.free(request.match_info["unit"], dry_run=dry_run))
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._controlled.pause(request.match_info["unit"], _seconds(request)))
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._controlled.resume(request.match_info["unit"]))
+
+    async def _roll_back(self, request: web.Request) -> web.Response:
+        to = request.query.get("to", "")
+        return web.json_response(await self._controlled.roll_back(request.match_info["unit"], to))
+
+    async def _mark_good(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._controlled.mark_good(request.match_info["unit"]))
+
+    async def _forget(self, request: web.Request) -> web.Response:
+        name = request.query.get("id", "")
+        return web.json_response(await self._controlled.forget(request.match_info["unit"], name))
+
+
+def _seconds(request: web.Request) -> float:
+    try:
+        return float(request.query.get("seconds", ""))
+    except ValueError as error:
+        raise UnusableInput("a pause needs its length: seconds=NUMBER") from error
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -11,6 +11,7 @@ from importlib.metadata import version
 import pystemd.daemon
 import structlog
 
+from sglang_watchdog.by_hand import ByHand
 from sglang_watchdog.control import ControlServer, Json
 from sglang_watchdog.diagnosis.entries import entry_or_none
 from sglang_watchdog.domain.errors import BusError, BusLost, LedgerError, UnusableInput, WatchdogError
@@ -21,6 +22,7 @@ from sglang_watchdog.host.bus import HintKind, SignalFeed, Systemd
 from sglang_watchdog.host.clock import SystemClock
 from sglang_watchdog.host.gpu import ProbeWorker
 from sglang_watchdog.host.journal import Journal
+from sglang_watchdog.host.lock import only_one
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.reporting import alerts
@@ -52,10 +54,15 @@ class Daemon:
         self._watchers: dict[str, UnitWatcher] = {}
         self._turns: dict[str, float] = {}
         self._bus_lost = asyncio.Event()
+        self._parts: Parts | None = None
 
     async def run(self) -> None:
+        with only_one(self._settings.state_dir):
+            await self._run()
+
+    async def _run(self) -> None:
         ledger, may_act = self._open_ledger()
-        parts = Parts(
+        parts = self._parts = Parts(
             self._systemd,
             Journal(entry_or_none),
             self._probe,
@@ -202,10 +209,28 @@ class Daemon:
         return {"driver": answer.driver, "gpus": [_gpu_json(gpu, whose) for gpu in answer.gpus]}
 
     async def free(self, unit: str, *, dry_run: bool) -> Json:
+        return await self._by_hand(unit).free(dry_run=dry_run)
+
+    async def pause(self, unit: str, seconds: float) -> Json:
+        return {"summary": self._by_hand(unit).pause(seconds)}
+
+    async def resume(self, unit: str) -> Json:
+        return {"summary": await self._by_hand(unit).resume()}
+
+    async def roll_back(self, unit: str, to: str) -> Json:
+        return {"summary": await self._by_hand(unit).roll_back(to)}
+
+    async def mark_good(self, unit: str) -> Json:
+        return {"summary": await self._by_hand(unit).mark_good()}
+
+    async def forget(self, unit: str, name: str) -> Json:
+        return {"summary": self._by_hand(unit).forget(name)}
+
+    def _by_hand(self, unit: str) -> ByHand:
         watcher = self._watchers.get(unit)
-        if watcher is None:
+        if watcher is None or self._parts is None:
             raise UnusableInput(f"{unit} is not watched; watched are {', '.join(self._watchers) or 'no units'}")
-        return await watcher.free_by_hand(dry_run=dry_run)
+        return ByHand(watcher, self._parts)
 
 
 def _tell_blind(sense: Sense) -> None:

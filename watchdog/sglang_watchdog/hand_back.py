@@ -6,8 +6,11 @@ automatic restart of the daemon, 252 only once there is none any more: a daemon 
 so then nothing is handed back.
 """
 
+from pathlib import Path
+
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
 from sglang_watchdog.host.bus import Systemd
+from sglang_watchdog.host.lock import only_one
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.overriding import FOLDER, undo_unloaded
 from sglang_watchdog.reporting import alerts
@@ -32,14 +35,19 @@ def hand_back_units(settings: Settings) -> list[str]:
     try:
         if _comes_back(systemd):
             return ["The daemon runs or comes back by itself, and finishes what it began."]
-        ledger = Ledger.open(path)
-        try:
-            said = [hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()]
-        finally:
-            ledger.close()
+        with only_one(settings.state_dir):
+            said = _hand_back_all(path, systemd)
     finally:
         systemd.close()
     return said or ["Nothing is held."]
+
+
+def _hand_back_all(path: Path, systemd: Systemd) -> list[str]:
+    ledger = Ledger.open(path)
+    try:
+        return [hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()]
+    finally:
+        ledger.close()
 
 
 def _comes_back(systemd: Systemd) -> bool:

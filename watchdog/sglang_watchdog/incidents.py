@@ -17,14 +17,16 @@ from sglang_watchdog.domain.gpu import GpuReading
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
 from sglang_watchdog.domain.launch import Phase
 from sglang_watchdog.domain.secrets import redact_argv
+from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.hand_back import hand_back, start_if_down
+from sglang_watchdog.hand_back import hand_back, owes_a_start, start_if_down
 from sglang_watchdog.host import processes
 from sglang_watchdog.inquest import Inquest
 from sglang_watchdog.observation import LaunchWatch, is_executed
 from sglang_watchdog.overriding import Overriding
 from sglang_watchdog.parts import Parts
-from sglang_watchdog.recovery.executor import Executor, OwnJobs, StepFailed, Task, Yielded
+from sglang_watchdog.pausing import Pausing
+from sglang_watchdog.recovery.executor import Executor, OwnJobs, Paused, StepFailed, Task, Yielded
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
@@ -64,8 +66,10 @@ class Incidents:
         cards: Cards,
         inquest: Inquest,
         overriding: Overriding,
+        pausing: Pausing,
         progress: Callable[[], None],
     ) -> None:
+        self._pausing = pausing
         self._unit = unit
         self._settings = settings
         self._parts = parts
@@ -73,7 +77,7 @@ class Incidents:
         self._inquest = inquest
         self._overriding = overriding
         self.jobs = OwnJobs()
-        self._executor = Executor(unit, parts.systemd, parts.ledger, parts.metrics, self.jobs, progress)
+        self._executor = Executor(unit, parts.systemd, parts.ledger, parts.metrics, self.jobs, pausing, progress)
         self.verifying: Verification | None = None
 
     # What an earlier daemon left
@@ -108,7 +112,7 @@ class Incidents:
 
     async def _take_up(self, incident: Incident, snapshot: UnitSnapshot) -> None:
         launch = self._parts.ledger.launch(incident.invocation)
-        if launch is None or not (self._settings.act and self._parts.may_act):
+        if launch is None or not (self._settings.act and self._parts.may_act) or self._pausing.active:
             log.info("handed back", sentence=hand_back(incident, self._parts.ledger, self._parts.systemd))
             return
         log.info("resuming", unit=self._unit, incident=incident.id)
@@ -167,7 +171,31 @@ class Incidents:
 
     # The recovery
 
-    async def _recover(self, incident: Incident, failed: Failed, *, stopped_by_us: bool = False) -> None:
+    async def roll_back_by_hand(self, launch: LaunchWatch, target: SpeculationConfig) -> str:
+        """Puts `target` in force and restarts the unit, running or not. Returns how that begins; the server is waited
+        for as after any start."""
+        reason = f"Rolled back by hand from {launch.config.describe()} to {target.describe()}."
+        incident = self._parts.ledger.open_incident(
+            Incident(
+                "",
+                self._unit,
+                launch.invocation,
+                self._parts.clock.now(),
+                FailureClass.REQUESTED_STOP,
+                reason,
+                ran=launch.config,
+            )
+        )
+        steps = (Step.OVERRIDE, Step.RELOAD, Step.START, Step.VERIFY)
+        incident = self._parts.ledger.plan_incident(incident, steps, target, reason)
+        self._verified(Outcome.YIELDED, "A rollback was asked for meanwhile.")
+        self.jobs.forget()
+        await self._recover(incident, Failed(launch.argv, launch.restarts, launch.gpu_before), by_hand=True)
+        return incident.id
+
+    async def _recover(
+        self, incident: Incident, failed: Failed, *, stopped_by_us: bool = False, by_hand: bool = False
+    ) -> None:
         alerts.send(alerts.action(incident, "plan", incident.reason))
         task = Task(
             incident,
@@ -176,6 +204,7 @@ class Incidents:
             put_in_force=self._overriding.put_in_force,
             reload=self._overriding.reload,
             stopped_by_us=stopped_by_us,
+            by_hand=by_hand,
         )
         try:
             await self._executor.execute(task)
@@ -186,6 +215,9 @@ class Incidents:
             raise  # the incident stays open, and is taken up over the next connection
         except LedgerError as error:
             self._give_back(incident, error)
+        except Paused as error:
+            self._overriding.undo_unloaded()
+            self._close(incident, Outcome.YIELDED, f"{error}; {self._handed_back(incident)}.")
         except Yielded as error:
             self._overriding.undo_unloaded()
             self._close(incident, Outcome.YIELDED, f"{error}.")
@@ -195,6 +227,12 @@ class Incidents:
             self._close(incident, outcome, f"{error}; a human has to look.")
         else:
             self._after_steps(incident)
+
+    def _handed_back(self, incident: Incident) -> str:
+        """A unit that we had stopped is given the start that systemd would have given it, before we keep away."""
+        owed = owes_a_start(self._parts.ledger.intents(incident.id)) and not self.jobs.foreign
+        started = owed and start_if_down(self._parts.systemd, self._unit)
+        return "it was held, and is started before it is left alone" if started else "it is left as it is"
 
     def _give_back(self, incident: Incident, error: LedgerError) -> None:
         """Without a ledger no intent can be recorded, so no further step is taken: systemd gets its unit back."""
@@ -233,6 +271,8 @@ class Incidents:
         target, config = self.verifying.incident.target, launch.config.describe()
         if target is None:
             self._verified(Outcome.RECOVERED, f"{config} serves again; tokens came from its own process.")
+        elif launch.config.same_as(target) and self.verifying.incident.failure is FailureClass.REQUESTED_STOP:
+            self._verified(Outcome.RECOVERED, f"{config} serves, as was asked for; tokens came from its own process.")
         elif launch.config.same_as(target):
             self._parts.metrics.rollbacks.labels(self._unit).inc()
             self._verified(

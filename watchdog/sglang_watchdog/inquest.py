@@ -23,6 +23,7 @@ from sglang_watchdog.host import unit_files
 from sglang_watchdog.host.model import model_digest
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
+from sglang_watchdog.pausing import Pausing
 from sglang_watchdog.recovery.policy import DAY_S, Budget, Facts, Plan, decide, demotes, proves_a_ceiling
 from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
@@ -37,8 +38,15 @@ class Inquest:
     """Of one unit. Nothing here touches the unit."""
 
     def __init__(
-        self, unit: str, settings: UnitSettings, parts: Parts, cards: Cards, obstacle: Callable[[UnitSnapshot], str]
+        self,
+        unit: str,
+        settings: UnitSettings,
+        parts: Parts,
+        cards: Cards,
+        pausing: Pausing,
+        obstacle: Callable[[UnitSnapshot], str],
     ) -> None:
+        self._pausing = pausing
         self._unit = unit
         self._settings = settings
         self._parts = parts
@@ -151,6 +159,7 @@ class Inquest:
                 rollbacks=tuple(ledger.rollbacks(self._unit, day)),
                 proven=ledger.last_proof(self._unit),
                 budget=_budget(self._settings),
+                paused=self._pausing.in_words(),
                 several_nodes=launch.several_nodes,
                 operator_stopped=snapshot.active_state is ActiveState.INACTIVE,
                 left_overs=await self._cards.left_overs(snapshot),

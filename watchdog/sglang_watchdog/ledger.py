@@ -24,7 +24,7 @@ from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 
 LEDGER_NAME = "ledger.db"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE launches (
     invocation TEXT PRIMARY KEY, unit TEXT NOT NULL, started REAL NOT NULL, ended REAL, failure TEXT,
@@ -44,6 +44,8 @@ CREATE TABLE ceilings (
     PRIMARY KEY (unit, base, config)) STRICT;
 CREATE TABLE overrides (unit TEXT PRIMARY KEY, since REAL NOT NULL, replaced TEXT, target TEXT NOT NULL) STRICT;
 """
+_SINCE_2 = "CREATE TABLE pauses (unit TEXT PRIMARY KEY, since REAL NOT NULL, until REAL NOT NULL) STRICT"
+_STEPS = (_SCHEMA, _SINCE_2)  # from nothing to 1, from 1 to 2
 _NEWEST_INCIDENTS = "SELECT id FROM incidents WHERE unit=:unit ORDER BY opened DESC LIMIT :keep"
 # A start counts against the day's budget, and a loop of failures makes a thousand incidents in less.
 _OF_TODAY = "SELECT incident FROM intents WHERE step='start' AND begun>:now-86400"
@@ -102,9 +104,9 @@ class Ledger:
             return
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        if version == 0:
+        if version < SCHEMA_VERSION:
             with self._transaction():
-                for statement in _SCHEMA.split(";"):
+                for statement in ";".join(_STEPS[version:]).split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
@@ -212,11 +214,12 @@ class Ledger:
             return [Intent(row[0], row[1], Step(row[2]), *row[3:]) for row in rows]
 
     def starts(self, unit: str, since: float) -> list[float]:
-        """When we began to start the unit, from `since` on, whatever came of it. Unix seconds, newest first."""
+        """When we began to start the unit, from `since` on, whatever came of it; not where a person asked for it. Unix
+        seconds, newest first."""
         rows = self._rows(
             "SELECT begun FROM intents JOIN incidents ON incidents.id=intents.incident "
-            "WHERE unit=? AND step=? AND begun>=? ORDER BY begun DESC",
-            (unit, Step.START, since),
+            "WHERE unit=? AND step=? AND begun>=? AND json_extract(record, '$.failure')<>? ORDER BY begun DESC",
+            (unit, Step.START, since, FailureClass.REQUESTED_STOP),
         )
         return [row[0] for row in rows]
 
@@ -284,6 +287,34 @@ class Ledger:
 
     def forget_override(self, unit: str) -> None:
         self._write("DELETE FROM overrides WHERE unit=?", (unit,))
+
+    def forget(self, unit: str, name: str) -> KnownGood | Ceiling | None:
+        """Deletes the known-good or the ceiling of that id, of whatever base, and returns it; None where none is."""
+        proven = self._rows("SELECT record FROM known_good WHERE unit=?", (unit,))
+        too_big = self._rows("SELECT record FROM ceilings WHERE unit=?", (unit,))
+        for good in (self._loaded(KnownGood, "known_good", row[0]) for row in proven):
+            if good.id == name:
+                where = (unit, good.base, _key(good.config))
+                self._write("DELETE FROM known_good WHERE unit=? AND base=? AND config=?", where)
+                return good
+        for ceiling in (self._loaded(Ceiling, "ceilings", row[0]) for row in too_big):
+            if ceiling.id == name:
+                self.forget_ceiling(unit, ceiling.base, ceiling.config)
+                return ceiling
+        return None
+
+    # Pauses
+
+    def save_pause(self, unit: str, since: float, until: float) -> None:
+        self._write("INSERT OR REPLACE INTO pauses VALUES (?, ?, ?)", (unit, since, until))
+
+    def pause(self, unit: str) -> tuple[float, float] | None:
+        """Since when, and until when (Unix seconds), which may be past: a pause stays until it is ended."""
+        rows = self._rows("SELECT since, until FROM pauses WHERE unit=?", (unit,))
+        return (rows[0][0], rows[0][1]) if rows else None
+
+    def end_pause(self, unit: str) -> None:
+        self._write("DELETE FROM pauses WHERE unit=?", (unit,))
 
     # The file
 

@@ -92,6 +92,10 @@ class Proof:
         """It soaked idle, and has had traffic for a soak time since."""
         return self.standing is Standing.IDLE and now - self._traffic_since >= self._soak
 
+    def vouched(self) -> None:
+        """A person says that it holds, under traffic."""
+        self._traffic_since = min(self._traffic_since, self.serving_since)
+
     def proven(self) -> None:
         self.standing = Standing.PROVEN if self.traffic else Standing.IDLE
 

@@ -6,13 +6,14 @@ not polled.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 
 from sglang_watchdog.cards import Cards
 from sglang_watchdog.domain.errors import BusLost, WatchdogError
-from sglang_watchdog.domain.known_good import KnownGood
+from sglang_watchdog.domain.known_good import Ceiling, KnownGood
 from sglang_watchdog.domain.launch import Launch, Phase
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.host.bus import Hint, HintKind
@@ -21,6 +22,7 @@ from sglang_watchdog.inquest import Inquest
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.overriding import Overriding
 from sglang_watchdog.parts import Parts
+from sglang_watchdog.pausing import Pausing
 from sglang_watchdog.proof import Proof
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.settings import UnitSettings
@@ -30,6 +32,8 @@ _STARTING_S = 0.5
 _PROVING_S = 1.0
 _SERVING_S = 10.0
 _IDLE_S = 15.0
+# How long a command waits for a turn to end. A look is over sooner; a recovery is not.
+_COMMAND_WAITS_S = 5.0
 # The cards are read again until the launch itself holds that much: a context alone is half a GiB.
 _OWN_MEMORY_BYTES = 2**30
 # Where the log tells no phase (it goes to a file, say) that has to do; imports take seconds, not minutes.
@@ -52,11 +56,15 @@ class UnitWatcher:
         self._progress = progress
         self._awake = asyncio.Event()
         self._taken_up = False
+        self._turning = asyncio.Lock()  # a command that acts comes between two turns, never into one
+        self.pausing = Pausing(unit, parts.ledger, parts.clock)
         self.cards = Cards(unit, settings, parts, progress)
         self._overriding = Overriding(unit, settings, parts)
-        self._inquest = Inquest(unit, settings, parts, self.cards, self._overriding.obstacle)
-        self.incidents = Incidents(unit, settings, parts, self.cards, self._inquest, self._overriding, progress)
-        self._proof: Proof | None = None
+        self.inquest = Inquest(unit, settings, parts, self.cards, self.pausing, self._overriding.obstacle)
+        self.incidents = Incidents(
+            unit, settings, parts, self.cards, self.inquest, self._overriding, self.pausing, progress
+        )
+        self.proof: Proof | None = None
 
     def hint(self, hint: Hint) -> None:
         """A signal of the bus: look again. Jobs are noted, because a foreign one means that the operator acts."""
@@ -67,26 +75,27 @@ class UnitWatcher:
     async def run(self) -> None:
         while True:
             self._awake.clear()
-            await self._turn(self._look if self._taken_up else self._take_up)
+            async with self._turning:
+                await self._turn(self._look if self._taken_up else self._take_up)
             if not self._needs_cards():
                 await self._parts.probe.close()
             self._progress()
-            while not await self._woken() and self._nothing_awaited():
+            while not await self._woken() and self._nothing_awaited() and not self.pausing.over:
                 self._progress()
 
     async def _woken(self) -> bool:
         try:
-            async with asyncio.timeout(self._pause()):
+            async with asyncio.timeout(self._until_next_look()):
                 return await self._awake.wait()
         except TimeoutError:
             return False
 
-    def _pause(self) -> float:
+    def _until_next_look(self) -> float:
         if self._nothing_awaited():
-            return _IDLE_S
-        if self._proof is None or not self._proof.serving:
+            return _IDLE_S if self.pausing.left is None else min(_IDLE_S, self.pausing.left)
+        if self.proof is None or not self.proof.serving:
             return _STARTING_S
-        return _SERVING_S if self._proof.settled else _PROVING_S
+        return _SERVING_S if self.proof.settled else _PROVING_S
 
     def _nothing_awaited(self) -> bool:
         running = self.launch is not None and self.launch.ended is None
@@ -94,7 +103,7 @@ class UnitWatcher:
 
     def _needs_cards(self) -> bool:
         """A healthy server has nobody beside it who talks to the driver."""
-        starting = not self._nothing_awaited() and (self._proof is None or not self._proof.serving)
+        starting = not self._nothing_awaited() and (self.proof is None or not self.proof.serving)
         return starting or self.incidents.verifying is not None
 
     # One turn
@@ -126,6 +135,8 @@ class UnitWatcher:
     async def _look(self) -> None:
         snapshot = self.snapshot = self._parts.systemd.snapshot(self.unit)
         self._parts.metrics.saw_state(self.unit, snapshot.active_state)
+        if self.pausing.over:
+            self.end_pause(snapshot)
         await self._turn(lambda: self._follow_operator(snapshot))
         launch = self.launch
         if launch is not None and launch.ended is None and launch.invocation != snapshot.invocation:
@@ -142,7 +153,7 @@ class UnitWatcher:
         if snapshot.ended:
             await self._ended(launch, snapshot)
             return
-        await self._inquest.pull(launch)
+        await self.inquest.pull(launch)
         self._tell_ceiling(launch)
         if self._before_the_weights(launch):
             await self._see_cards(launch, snapshot)
@@ -155,14 +166,28 @@ class UnitWatcher:
 
     @property
     def may_act(self) -> bool:
-        return self.settings.act and self._parts.may_act
+        return self.settings.act and self._parts.may_act and not self.pausing.active
+
+    def end_pause(self, snapshot: UnitSnapshot) -> bool:
+        """What failed during the pause, and is still down, is diagnosed and planned for now. False: there was none."""
+        since = self.pausing.end()
+        if since is None:
+            return False
+        alerts.send(alerts.pause(self.unit, "resume", "the pause is over"))
+        last = next(iter(self._parts.ledger.incidents(self.unit, 1)), None)
+        still = last is not None and last.invocation == snapshot.invocation and last.opened >= since
+        if still and snapshot.ended and snapshot.active_state is not ActiveState.INACTIVE:
+            self._parts.ledger.forget_end(snapshot.invocation)
+            self.launch = None
+        self._awake.set()
+        return True
 
     def _begin(self, snapshot: UnitSnapshot) -> None:
         known = self._parts.ledger.launch(snapshot.invocation)
         if snapshot.ended and not _worth_a_report(snapshot, known):
             return
-        self.launch = self._inquest.begin(snapshot, known)
-        self._proof = None
+        self.launch = self.inquest.begin(snapshot, known)
+        self.proof = None
         self._set_degraded(False)
         self._parts.metrics.launches.labels(self.unit).inc()
         log.info("launch", unit=self.unit, invocation=snapshot.invocation, main_pid=snapshot.main_pid)
@@ -175,7 +200,7 @@ class UnitWatcher:
         if launch.ceiling_told or not launch.raw_argv or not self.cards.uuids:
             return
         launch.ceiling_told = True
-        if ceiling := self._inquest.ceiling_of(launch):
+        if ceiling := self.inquest.ceiling_of(launch):
             alerts.send(alerts.known_ceiling(self.unit, launch.invocation, ceiling))
 
     def _before_the_weights(self, launch: LaunchWatch) -> bool:
@@ -197,9 +222,9 @@ class UnitWatcher:
     # A launch that runs
 
     async def _prove(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> None:
-        if self._proof is None and launch.raw_argv and launch.timeline.reached(Phase.READY):
-            self._proof = Proof(launch.raw_argv, self.settings)
-        proof, now = self._proof, self._parts.clock.now()
+        if self.proof is None and launch.raw_argv and launch.timeline.reached(Phase.READY):
+            self.proof = Proof(launch.raw_argv, self.settings)
+        proof, now = self.proof, self._parts.clock.now()
         if proof is None:
             return
         proof.saw(launch.decoded_at, now)
@@ -230,7 +255,7 @@ class UnitWatcher:
         """Fewer tokens or requests than this config had when it was proven, in words; empty where there is no such
         proof or nothing is missing."""
         figures = launch.timeline.memory
-        for good in self._parts.ledger.known_good(self.unit, self._inquest.base(launch)):
+        for good in self._parts.ledger.known_good(self.unit, self.inquest.base(launch)):
             if not good.config.same_as(launch.config):
                 continue
             for what, now, then in (
@@ -244,7 +269,7 @@ class UnitWatcher:
     def _proven(self, launch: LaunchWatch, proof: Proof) -> None:
         good = KnownGood(
             self.unit,
-            self._inquest.base(launch),
+            self.inquest.base(launch),
             launch.config,
             launch.invocation,
             self._parts.clock.now(),
@@ -257,7 +282,7 @@ class UnitWatcher:
         proof.proven()
         self._parts.metrics.proven(self.unit, good.config)
         how = "" if good.traffic else "; nobody but the watchdog's probes asked it so far"
-        if ceiling := self._inquest.ceiling_of(launch):
+        if ceiling := self.inquest.ceiling_of(launch):
             self._parts.ledger.forget_ceiling(ceiling.unit, ceiling.base, ceiling.config)
             how += f"; it fits after all, so that it failed with {ceiling.failure} is forgotten"
         alerts.send(alerts.known_good(self.unit, launch.invocation, f"{good.config.describe()} is known-good{how}"))
@@ -269,7 +294,7 @@ class UnitWatcher:
         launch.ended = self._parts.clock.now()
         self._set_degraded(False)
         self._parts.metrics.runs(self.unit, None)
-        await self._inquest.read_to_the_end(launch)
+        await self.inquest.read_to_the_end(launch)
         await self.incidents.ended(launch, snapshot)
 
     def _set_degraded(self, degraded: bool) -> None:
@@ -278,47 +303,65 @@ class UnitWatcher:
 
     # What commands ask for
 
-    async def free_by_hand(self, *, dry_run: bool) -> dict[str, object]:
-        """Frees what is proven this unit's, or says what that would be. Raises `WatchdogError` where the unit is not
-        plainly down: what runs, or is about to, is not to be disturbed."""
-        plan = await self.cards.plan()
-        if isinstance(plan, str):
-            raise WatchdogError(f"the cards could not be read: {plan}")
-        if not dry_run:
-            self._refuse_unless_down()
-        baseline = self.launch.gpu_before if self.launch else None
-        return {
-            "ended": [{"pid": e.process.pid, "bytes": e.bytes, "why": e.reason} for e in plan.end],
-            "spared": [{"pid": s.pid, "bytes": s.bytes, "why": s.reason} for s in plan.spared],
-            "summary": "Nothing was touched." if dry_run else await self.cards.free(baseline),
-        }
+    @contextlib.asynccontextmanager
+    async def between_turns(self) -> AsyncIterator[None]:
+        """For a command that acts. Raises `WatchdogError` where a turn goes on: a recovery is under way."""
+        try:
+            async with asyncio.timeout(_COMMAND_WAITS_S):
+                await self._turning.acquire()
+        except TimeoutError as error:
+            raise WatchdogError(f"{self.unit} is just being recovered; `pause` ends that, `status` shows it") from error
+        try:
+            yield
+        finally:
+            self._turning.release()
+            self._awake.set()
 
-    def _refuse_unless_down(self) -> None:
-        snapshot = self._parts.systemd.snapshot(self.unit)
-        if not snapshot.ended or snapshot.in_auto_restart or snapshot.job or self.incidents.verifying is not None:
-            raise WatchdogError(f"{self.unit} is {_state(snapshot)}: stop it before its left-overs are ended")
+    def known(self, snapshot: UnitSnapshot) -> LaunchWatch | None:
+        """The newest launch, watched by us or only recorded; None where nothing is known of it."""
+        if self.launch is not None and self.launch.invocation == snapshot.invocation:
+            return self.launch
+        recorded = self._parts.ledger.launch(snapshot.invocation) if snapshot.invocation else None
+        return self.inquest.begin(snapshot, recorded) if recorded is not None else None
+
+    def good_by_hand(self, launch: LaunchWatch, proof: Proof) -> None:
+        """A person's word stands for the rest of the soak, and for traffic."""
+        proof.vouched()
+        self._proven(launch, proof)
 
     def status(self) -> dict[str, object]:
         launch = self.launch
         running = launch is not None and launch.ended is None
-        good = self._parts.ledger.known_good(self.unit, self._inquest.base(launch)) if launch is not None else []
+        base = self.inquest.base(launch) if launch is not None else ""
+        good = self._parts.ledger.known_good(self.unit, base)
         last = next(iter(self._parts.ledger.incidents(self.unit, 1)), None)
         return {
             "unit": self.unit,
             "act": self.may_act,
-            "state": _state(self.snapshot),
+            "state": state_in_words(self.snapshot),
             "invocation": launch.invocation if launch else "",
             "phase": launch.phase if launch and running else "",
             "running": launch.config.describe() if launch and running else "",
-            "serving": self._proof is not None and self._proof.serving and running,
+            "serving": self.proof is not None and self.proof.serving and running,
             "known_good": good[0].config.describe() if good else "",
+            "proven": [_good_json(one) for one in good],
+            "ceilings": [_ceiling_json(one) for one in self._parts.ledger.ceilings(self.unit, base)],
+            "paused_until": self.pausing.until,
             "degraded": self.degraded,
             "incident": self.incidents.verifying.incident.id if self.incidents.verifying else "",
             "last_incident": {"id": last.id, "class": last.failure, "outcome": last.outcome} if last else None,
         }
 
 
-def _state(snapshot: UnitSnapshot | None) -> str:
+def _good_json(good: KnownGood) -> dict[str, object]:
+    return {"id": good.id, "config": good.config.describe(), "proven": good.proven, "traffic": good.traffic}
+
+
+def _ceiling_json(ceiling: Ceiling) -> dict[str, object]:
+    return {"id": ceiling.id, "config": ceiling.config.describe(), "seen": ceiling.seen, "class": ceiling.failure}
+
+
+def state_in_words(snapshot: UnitSnapshot | None) -> str:
     if snapshot is None:
         return "unknown"
     if not snapshot.loaded:

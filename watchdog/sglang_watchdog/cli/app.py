@@ -2,7 +2,7 @@
 
 import typer
 
-from sglang_watchdog.cli import check_config, diagnose, history, run, status
+from sglang_watchdog.cli import check_config, diagnose, history, operate, run, status
 
 app = typer.Typer(
     name="sglang-watchdog",
@@ -17,5 +17,10 @@ app.command("diagnose")(diagnose.command)
 app.command("history")(history.history)
 app.command("gpus")(status.gpus)
 app.command("free")(status.free)
+app.command("pause")(operate.pause)
+app.command("resume")(operate.resume)
+app.command("rollback")(operate.rollback)
+app.command("mark-good")(operate.mark_good)
+app.command("forget")(operate.forget)
 app.command("hand-back")(run.hand_back)
 app.command("check-config")(check_config.check_config)

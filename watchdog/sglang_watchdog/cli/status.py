@@ -5,6 +5,7 @@ Lines, no tables: a table cuts names where the terminal is narrow, and in a pipe
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -21,13 +22,13 @@ _GIB = 2**30
 
 def status(as_json: JsonOption = False, config: ConfigOption = DEFAULT_PATH) -> None:
     """What the daemon sees of each unit, and what it cannot see."""
-    answer = _ask(config, "GET", "/v1/status")
+    answer = ask(config, "GET", "/v1/status")
     _print([json.dumps(answer)] if as_json else _status_lines(answer))
 
 
 def gpus(as_json: JsonOption = False, config: ConfigOption = DEFAULT_PATH) -> None:
     """Every card, who holds its memory, and whose process that is."""
-    answer = _ask(config, "GET", "/v1/gpus")
+    answer = ask(config, "GET", "/v1/gpus")
     _print([json.dumps(answer)] if as_json else _gpu_lines(answer))
 
 
@@ -38,14 +39,14 @@ def free(
     config: ConfigOption = DEFAULT_PATH,
 ) -> None:
     """End processes of ended launches of UNIT that still hold GPU memory: only those proven to be its own."""
-    answer = _ask(config, "POST", f"/v1/units/{quote(unit, safe='')}/free?dry_run={str(dry_run).lower()}")
+    answer = ask(config, "POST", f"/v1/units/{quote(unit, safe='')}/free?dry_run={str(dry_run).lower()}")
     _print([json.dumps(answer)] if as_json else _free_lines(answer, dry_run=dry_run))
 
 
-def _ask(config: Path, method: str, path: str) -> Json:
-    from sglang_watchdog.cli.client import ask  # aiohttp takes longer to import than most commands to run
+def ask(config: Path, method: str, path: str) -> Json:
+    from sglang_watchdog.cli import client  # aiohttp takes longer to import than most commands to run
 
-    return ask(Path(load(config).runtime_dir), method, path)
+    return client.ask(Path(load(config).runtime_dir), method, path)
 
 
 def _print(lines: Iterator[str] | list[str]) -> None:
@@ -64,7 +65,13 @@ def _status_lines(answer: Json) -> Iterator[str]:
 def _unit_lines(row: Json) -> Iterator[str]:
     yield f"{row['unit']}  {row['state']}{', ' + row['phase'] if row['phase'] else ''}"
     yield f"    runs {row['running'] or 'nothing'}, known-good: {row['known_good'] or 'nothing yet'}"
-    yield f"    may act: {'yes' if row['act'] else 'no'}"
+    for good in row["proven"]:
+        how = "" if good["traffic"] else ", by probes alone"
+        yield f"    {good['id']}  {good['config']}, proven {_when(good['proven'])}{how}"
+    for ceiling in row["ceilings"]:
+        yield f"    {ceiling['id']}  {ceiling['config']} does not fit: {ceiling['class']}, {_when(ceiling['seen'])}"
+    paused = f", paused until {_when(row['paused_until'])}" if row["paused_until"] else ""
+    yield f"    may act: {'yes' if row['act'] else 'no'}{paused}"
     if row["last_incident"]:
         yield "    last incident: {class} ({outcome})  {id}".format_map(row["last_incident"])
 
@@ -86,6 +93,10 @@ def _free_lines(answer: Json, *, dry_run: bool) -> Iterator[str]:
     for row in answer["spared"]:
         yield f"left alone: {row['pid'] or 'a process that is not visible here'} ({row['why']})"
     yield answer["summary"]
+
+
+def _when(time: float) -> str:
+    return datetime.fromtimestamp(time).astimezone().strftime("%m-%d %H:%M")
 
 
 def _size(amount: int) -> str:

@@ -26,6 +26,11 @@ class KnownGood:
     max_running_requests: int | None = None
     traffic: bool = False
 
+    @property
+    def id(self) -> str:
+        """By which a person names it: `g` and 8 hexadecimal digits."""
+        return _id("g", self.unit, self.base, self.config)
+
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
@@ -37,6 +42,15 @@ class Ceiling:
     failure: FailureClass
     invocation: str
     seen: float
+
+    @property
+    def id(self) -> str:
+        """By which a person names it: `c` and 8 hexadecimal digits."""
+        return _id("c", self.unit, self.base, self.config)
+
+
+def _id(kind: str, unit: str, base: str, config: SpeculationConfig) -> str:
+    return kind + hashlib.sha256(json.dumps([unit, base, config.words()]).encode()).hexdigest()[:8]
 
 
 def base_of(

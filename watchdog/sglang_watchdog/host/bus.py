@@ -95,6 +95,10 @@ class Systemd:
         """Queues a start in mode `fail` and returns the job id. Raises `JobRefused` where another job is queued."""
         return self._job(b"StartUnit", unit)
 
+    def restart(self, unit: str) -> int:
+        """As `start`, of a unit that runs or not; the job stops it first, as its definition says."""
+        return self._job(b"RestartUnit", unit)
+
     def stop(self, unit: str) -> int:
         """Queues a stop in mode `fail` and returns the job id; the id of a queued stop, whoever asked for that."""
         return self._job(b"StopUnit", unit)

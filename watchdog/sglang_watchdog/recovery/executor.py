@@ -7,7 +7,7 @@ the operator did meanwhile wins.
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
 import structlog
@@ -18,6 +18,7 @@ from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.ledger import Ledger
+from sglang_watchdog.pausing import Pausing
 from sglang_watchdog.recovery.hold import HoldMove, next_move
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.reporting.metrics import Metrics
@@ -29,6 +30,10 @@ log = structlog.get_logger()
 
 class Yielded(WatchdogError):
     """The operator acted on the unit: the incident is theirs now."""
+
+
+class Paused(Yielded):
+    """The operator paused the unit: what we hold is handed back, and nothing more is done."""
 
 
 class StepFailed(WatchdogError):
@@ -68,7 +73,8 @@ class OwnJobs:
 @dataclass(frozen=True, slots=True)
 class Task:
     """What one recovery works on. `doomed(snapshot)`: systemd's automatic restart runs again what has just failed.
-    `stopped_by_us`: an earlier daemon had begun to hold the unit."""
+    `stopped_by_us`: an earlier daemon had begun to hold the unit. `by_hand`: a person asked for it, so that a launch
+    that runs is restarted."""
 
     incident: Incident
     doomed: Callable[[UnitSnapshot], bool]
@@ -76,6 +82,7 @@ class Task:
     put_in_force: Callable[[SpeculationConfig], Awaitable[str]]
     reload: Callable[[], Awaitable[str]]
     stopped_by_us: bool = False
+    by_hand: bool = False
 
 
 class Executor:
@@ -89,9 +96,11 @@ class Executor:
         ledger: Ledger,
         metrics: Metrics,
         jobs: OwnJobs,
+        pausing: Pausing,
         progress: Callable[[], None],
     ) -> None:
         self._unit = unit
+        self._pausing = pausing
         self._systemd = systemd
         self._ledger = ledger
         self._metrics = metrics
@@ -104,7 +113,7 @@ class Executor:
             if step is Step.VERIFY:
                 return
             if step is not Step.HOLD:
-                self._check_operator(step)
+                self._check_operator(step, task)
             with (
                 self._ledger.intent(task.incident.id, step),
                 self._metrics.step_seconds.labels(self._unit, step).time(),
@@ -118,13 +127,27 @@ class Executor:
         """Whatever keeps a step from its result is that step's failure, so that no error of the outside world leaves a
         unit held with nobody to speak for it."""
         try:
-            return await self._do(step, task)
+            return await self._unless_paused(self._do(step, task))
         except (Yielded, BusLost, LedgerError):
             raise
         except WatchdogError as error:
             failed = error if isinstance(error, StepFailed) else StepFailed(f"{step}: {error}")
             failed.step = step
             raise failed from error
+
+    async def _unless_paused(self, work: Coroutine[None, None, str]) -> str:
+        """A pause gives up a step that is under way, as the end of the daemon does."""
+        doing, paused = asyncio.create_task(work), asyncio.create_task(self._pausing.begun.wait())
+        try:
+            await asyncio.wait((doing, paused), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            paused.cancel()
+            if not doing.done():
+                doing.cancel()
+                await asyncio.wait((doing,))
+        if doing.cancelled():
+            raise Paused(f"the unit is {self._pausing.in_words()}")
+        return doing.result()
 
     async def _do(self, step: Step, task: Task) -> str:
         match step:
@@ -138,19 +161,21 @@ class Executor:
             case Step.RELOAD:
                 return await task.reload()
             case Step.START:
-                return self._start()
+                return self._restart() if task.by_hand else self._start()
             case Step.VERIFY:
                 raise AssertionError("verifying is the watcher's")
 
-    def _check_operator(self, step: Step) -> None:
+    def _check_operator(self, step: Step, task: Task) -> None:
         if self._jobs.foreign:
             raise Yielded(f"somebody queued a job on the unit before the step {step}: the operator wins")
+        if self._pausing.active:
+            raise Paused(f"the unit is {self._pausing.in_words()}")
         snapshot = self._systemd.snapshot(self._unit)
         if not snapshot.loaded:
             raise Yielded(f"the unit is {snapshot.load_state} before the step {step}")
         if snapshot.job and snapshot.job not in self._jobs.ours:
             raise Yielded(f"a {snapshot.job_type} job that is not ours is queued before the step {step}")
-        if not snapshot.ended:
+        if not snapshot.ended and not task.by_hand:
             raise Yielded(f"the unit was started by somebody else before the step {step}")
 
     async def _hold(self, task: Task) -> str:
@@ -191,6 +216,18 @@ class Executor:
         except BusError as error:
             log.info("nothing left to bring down", unit=self._unit, error=str(error))
         return "a launch with the config that had just failed was brought down"
+
+    def _restart(self) -> str:
+        """systemd does both halves of it, so that no start is owed where we end in between."""
+        snapshot = self._systemd.snapshot(self._unit)
+        self.brought_down.add(snapshot.invocation)
+        try:
+            if snapshot.ended:
+                self._systemd.reset_failed(self._unit)
+            self._jobs.own(self._systemd.restart(self._unit))
+        except JobRefused as error:
+            raise Yielded(f"the restart was refused, because somebody else's job is queued: {error}") from error
+        return "the unit is restarted"
 
     def _start(self) -> str:
         try:

@@ -104,6 +104,7 @@ class Facts:
     starts: tuple[float, ...] = ()  # when the watchdog began to start the unit, of the last day at least
     proven: float = 0.0
     budget: Budget = Budget(rollbacks=3, window=3600, per_day=6, cool_down=0)
+    paused: str = ""  # by hand, in words
     several_nodes: bool = False
     operator_stopped: bool = False
     left_overs: bool = False  # processes proven to be of an ended launch hold GPU memory
@@ -156,6 +157,8 @@ def _barred(diagnosis: Diagnosis, facts: Facts) -> str:
         return "The stop was asked for; what was stopped by hand stays stopped."
     if not facts.act:
         return "Observing only: act = true is not set for this unit."
+    if facts.paused:
+        return f"The unit is {facts.paused}: nothing of it is touched."
     if facts.several_nodes:
         return "A launch of several nodes is never acted on from one of them."
     if facts.operator_stopped and diagnosis.failure is not FailureClass.STOP_TIMEOUT_SIGKILL:

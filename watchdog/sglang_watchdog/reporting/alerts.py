@@ -30,6 +30,7 @@ class AlertId(StrEnum):
     BLIND = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c08"
     YIELDED = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c09"
     KNOWN_CEILING = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c0a"
+    PAUSE = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c0b"
 
 
 class Priority(IntEnum):
@@ -130,6 +131,11 @@ def known_ceiling(unit: str, invocation: str, ceiling: Ceiling) -> Alert:
         failure=ceiling.failure,
         details=(("INVOCATION", invocation),),
     )
+
+
+def pause(unit: str, verb: str, message: str) -> Alert:
+    """A person told the watchdog to keep away from the unit, or no longer to."""
+    return Alert(AlertId.PAUSE, Priority.NOTICE, unit, f"{unit}: {message}", action=verb)
 
 
 def yielded(unit: str, message: str) -> Alert:
