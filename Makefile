@@ -27,7 +27,11 @@ test-sglang: setup ## a real SGLang 0.5.16 on the CPU under the watchdog (2.3 GB
 	@packaging/sglang-env.sh
 	@$(PY) -m pytest tests/sglang_real
 
+fuzz: setup ## a coverage-guided search for logs that break the diagnosis: 20 minutes
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r packaging/requirements-fuzz.txt
+	@PYTHONPATH=tests nice -n 10 $(PY) -m fuzz -max_total_time=1200 -verbosity=0 -print_final_stats=1
+
 wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
-.PHONY: help setup demo test lint unit test-sglang wheel
+.PHONY: help setup demo test lint unit test-sglang fuzz wheel

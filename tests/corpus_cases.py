@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ class CorpusCase:
     def diagnosis(self) -> Diagnosis:
         timeline = read_launch(read_journal(self.journal.splitlines(), self.name))
         return diagnose(Case(timeline=timeline, unit=parse_show(self.show, self.name)))
+
+    def text(self) -> list[str]:
+        """The lines as a plain log shows them, each with the name of systemd or the kernel where it is theirs."""
+        return [_plain(json.loads(line)) for line in self.journal.splitlines()]
 
     def write(self, folder: Path) -> tuple[Path, Path]:
         """The journal and the `systemctl show` output as files."""
@@ -96,6 +100,13 @@ def _case(facts: dict[str, Any], journal: bytes, show: str) -> CorpusCase:
         acceptable=frozenset({facts["expected_class"], *facts["also_acceptable"]}),
         rollback_helps=facts["rollback_helps"],
     )
+
+
+def _plain(entry: dict[str, Any]) -> str:
+    message = entry.get("MESSAGE") or ""
+    text = bytes(message).decode("utf-8", "replace") if isinstance(message, list) else str(message)
+    name = entry.get("SYSLOG_IDENTIFIER")
+    return f"{name}[{entry.get('_PID', 0)}]: {text}" if name in ("systemd", "kernel") else text
 
 
 def _unit(log: list[str]) -> str:
@@ -157,11 +168,29 @@ def _show(facts: dict[str, Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """Of the answers given one confidence: how many there are, and how many are right."""
+
+    confidence: float
+    answers: int
+    right: int
+
+
+def calibration(judged: Iterable[tuple[CorpusCase, Diagnosis]]) -> list[Calibration]:
+    """The surest first. An answer that would do as well counts as right."""
+    right_by_confidence: dict[float, list[bool]] = {}
+    for case, answer in judged:
+        right_by_confidence.setdefault(round(answer.confidence, 2), []).append(answer.failure in case.acceptable)
+    return [Calibration(sure, len(rights), sum(rights)) for sure, rights in sorted(right_by_confidence.items())[::-1]]
+
+
 def score() -> int:
-    """Prints a line for each case and the sums. Returns how many answers are wrong or dangerous."""
+    """Prints a line for each case, the sums, and how many answers of each confidence are right. Returns how many are
+    wrong or dangerous."""
     exact = accepted = wrong = dangerous = 0
-    for case in everything():
-        answer = case.diagnosis()
+    judged = [(case, case.diagnosis()) for case in everything()]
+    for case, answer in judged:
         given = answer.failure.value
         kind = "exact" if given == case.expected else "accepted" if given in case.acceptable else "wrong"
         if kind == "wrong" and given == "unknown":
@@ -174,6 +203,8 @@ def score() -> int:
         print(
             f"{kind:9}{answer.confidence:5.2f} {given:24}{rollback:12}{'DANGEROUS ' if harm else ''}{case.name}{note}"
         )
+    for of in calibration(judged):
+        print(f"given {of.confidence:.2f}: {of.right} of {of.answers} right")
     print(f"{exact} exact, {accepted} accepted, {wrong} wrong, {dangerous} dangerous")
     return wrong + dangerous
 

@@ -28,6 +28,7 @@ _GOES_ON_SAME_RANK = 5.0  # seconds of decoding on the same rank that prove that
 _GOES_ON = 90.0  # on any rank: SGLang's crash diagnostics keep the others alive for up to 65 s
 _SAME_EVENT = 60.0
 _LAST_LINES = 3
+_CLIENT_ENDS = 15.0  # within which a container's client ends after its container
 _OTHER_RANK = 30.0  # within which the rank that failed first may be logged after one that failed because of it
 
 _PLAIN: dict[Meaning, tuple[Class, float]] = {
@@ -226,7 +227,16 @@ def _killed_ours(hit: Hit, case: Case) -> bool:
         return True
     if comm.startswith(("sglang", "sgl_")):
         return not recorded or _killed_by_nine(case)
-    return not case.timeline.pids and not recorded and _killed_by_nine(case)
+    if not case.timeline.pids and not recorded:
+        return _killed_by_nine(case)
+    return _ended_a_container(hit, case.timeline)
+
+
+def _ended_a_container(hit: Hit, timeline: Timeline) -> bool:
+    """Of a container the unit has its client's pid alone. It ends with 137 when the container's first process is
+    killed, and right after it."""
+    main = timeline.word(Word.MAIN_EXIT)
+    return main is not None and main.detail == "exited/137" and 0 <= main.time - hit.time <= _CLIENT_ENDS
 
 
 def _memory_group(pid: int, timeline: Timeline) -> str:
@@ -276,6 +286,7 @@ def _of_said(said: Said, case: Case) -> Cause | None:
     )
 
 
+_UP = (Phase.READY, Phase.SERVING, Phase.STOPPING)
 _ARGUMENT_FRAMES = ("server_args.py:", "arg_groups/", "server_args_config_parser", "argparse.py:")
 
 
@@ -289,9 +300,10 @@ def _of_failure(failure: Failure, case: Case) -> Cause | None:
     if early and any(part in frame for frame in raised.frames for part in _ARGUMENT_FRAMES):
         judged = (Class.BAD_ARGUMENTS, 0.9)
     elif raised.fatal:
-        judged = (Class.SOFTWARE_EXCEPTION, 0.8)
-    elif failure.phase not in (Phase.READY, Phase.SERVING, Phase.STOPPING) and _was_the_end(raised, timeline):
-        judged = (Class.SOFTWARE_EXCEPTION, 0.6)
+        # A start asks much of its surroundings, and a wording that is not known may be of any of it.
+        judged = (Class.SOFTWARE_EXCEPTION, 0.75 if failure.phase in _UP else 0.65)
+    elif failure.phase not in _UP and _was_the_end(raised, timeline):
+        judged = (Class.SOFTWARE_EXCEPTION, 0.55)
     else:
         return None
     return Cause(

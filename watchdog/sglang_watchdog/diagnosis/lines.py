@@ -8,15 +8,27 @@ import re
 from dataclasses import dataclass
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_CONTAINER = re.compile(r"[\w.-]{1,64} +\| ")
-_OTHER_ENGINE = re.compile(
-    r"(?:\(\w+ pid=\d+\) )?(?:ERROR|CRITICAL|WARNING|INFO) (?:\d\d-\d\d \d\d:\d\d:\d\d \[[\w.]+:\d+\] ?)?(?!    )"
-    r"|\(\w+ pid=\d+\) "
-)
 _PREFIX = re.compile(
-    r"\[(?=[\dTDPEAMg])(?:[\d-]{5,10} )?(?:\d\d:\d\d:\d\d(?:[.,]\d+)?)?"
-    r"(?P<rank>(?: ?(?:DP|PP|ATTN_CP|MOE_DP|TP|EP)\d+)+| ?gpu_id=\d+)?\] ?"
+    r"\[(?=[\dTDPEAMCg])(?:[\d-]{5,10}[ T])?(?:\d\d:\d\d:\d\d(?:[.,]\d+)?)?(?: [A-Za-z][\w.]*){0,3}?"
+    r"(?P<rank>(?: ?(?:(?:ATTN|MOE)_)?D?(?:DP|PP|CP|TP|EP)\d+)+| ?gpu_id=\d+)?\] ?"
 )
+_LEVEL = "(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)"
+# What stands before SGLang's own prefix, or before another engine's message. Nothing here tells where a message begins:
+# some of these are written before every line of a traceback.
+_BEFORE = re.compile(
+    r"\d{4}-\d\d-\d\dT\S+ (?:stdout|stderr) [FP] "  # a container's log as containerd keeps it
+    r"|(?:\d{1,4}\|)?[\w.-]{1,64} +\| "  # docker compose, pm2
+    r"|\[pod/\S{1,256}\] "  # kubectl logs --prefix
+    r"|\[(?:rank|default)\d+\]:?(?!:?\[) ?"  # torchrun
+    r"|\d{1,4}: +(?=\[\d{4}-)"  # srun --label
+    r"|\([\w.<>:-]{1,64}(?: [\w.-]{1,64})? pid=\d+(?:, ip=[\w.:]+)?\) "  # Ray, vLLM
+    rf"|{_LEVEL} \d\d-\d\d \d\d:\d\d:\d\d \[[\w./]+:\d+\] ?"  # vLLM
+    rf"|{_LEVEL} (?=[\w\[(])(?!    )"
+    rf"|{_LEVEL}:[\w.]+:"  # Python's logging by default
+    rf"|\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ |,:-]+\[?{_LEVEL}\]?[ |:-]+"
+    r"(?:[\w.]+(?::[\w.<>]+)*(?::\d+)? [-|:] ?)?"  # loguru, and logging with a time
+)
+_MOST_BEFORE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +46,13 @@ def parse_line(text: str) -> Line:
         text = _ANSI.sub("", text)
     if "\r" in text:
         text = text.rstrip("\r").rpartition("\r")[2]
-    if text.startswith("["):
-        found = _PREFIX.match(text)
-        return Line(text[found.end() :], (found["rank"] or "").strip(), prefixed=True) if found else Line(text)
-    return _foreign(text)
-
-
-def _foreign(text: str) -> Line:
-    container = _CONTAINER.match(text)
-    if container:
-        return parse_line(text[container.end() :])
-    other = _OTHER_ENGINE.match(text)
-    return Line(text[other.end() :], prefixed=False) if other and other.end() else Line(text)
+    for _ in range(_MOST_BEFORE):
+        if text.startswith("["):
+            found = _PREFIX.match(text)
+            if found:
+                return Line(text[found.end() :], (found["rank"] or "").strip(), prefixed=True)
+        before = _BEFORE.match(text)
+        if not before:
+            break
+        text = text[before.end() :]
+    return Line(text)
