@@ -16,7 +16,7 @@ from sglang_watchdog.domain.errors import WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.incident import Incident
 from sglang_watchdog.domain.known_good import Ceiling, KnownGood, base_of
-from sglang_watchdog.domain.launch import Definition, Launch
+from sglang_watchdog.domain.launch import Definition, Launch, MemoryFigures
 from sglang_watchdog.domain.speculation import Command, SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.host import unit_files
@@ -91,6 +91,7 @@ class Inquest:
                 gpu_before=launch.gpu_before,
                 held_before=launch.held_before,
                 held_when_proven=self._held_when_proven(known_good),
+                memory_when_proven=self._memory_when_proven(known_good),
                 loaded=launch.definition,
                 on_disk=unit_files.definition_on_disk(snapshot),
                 disk_changed=_disk_changed(snapshot),
@@ -194,6 +195,10 @@ class Inquest:
         if proof is None or proof.gpu_before is None:
             return None
         return {gpu.index: sum(holder.used_bytes for holder in gpu.holders) for gpu in proof.gpu_before.gpus}
+
+    def _memory_when_proven(self, known_good: list[KnownGood]) -> MemoryFigures | None:
+        proof = self._parts.ledger.launch(known_good[0].invocation) if known_good else None
+        return proof.memory if proof else None
 
     def _known_good(self, launch: LaunchWatch) -> list[KnownGood]:
         return self._parts.ledger.known_good(self._unit, self.base(launch))

@@ -68,16 +68,6 @@ def test_advice_that_is_already_met_is_recognised_and_not_repeated() -> None:
     assert "does not help" in advice[0]
 
 
-def test_the_state_size_that_sglang_prints_tells_how_many_steps_would_fit() -> None:
-    text = (
-        "RuntimeError: Not enough GPU memory for hybrid (mamba/linear-attention) state cache. Computed "
-        "max_mamba_cache_size=-3 (total_rest_memory=-0.41 GB, mamba_cache_per_req=100.00 MB)."
-    )
-    summary = launch().raises(text).ended().diagnosis().summary
-    assert "about 56.2 GiB" in summary
-    assert "steps 8 would fit" in summary
-
-
 def held(gib: float, *, ours: bool) -> HeldMemory:
     return HeldMemory(0, int(gib * GIB), "python3 (4711)", ours)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.timeline import Timeline
 from sglang_watchdog.domain.gpu import GpuAnswer
-from sglang_watchdog.domain.launch import Definition, Launch
+from sglang_watchdog.domain.launch import Definition, Launch, MemoryFigures
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 
@@ -30,6 +30,7 @@ class Case:
     gpu_before: GpuAnswer | None = None  # NVML just before the start
     held_before: tuple[HeldMemory, ...] = ()
     held_when_proven: Mapping[int, int] | None = None  # bytes of others by card, when known-good was started
+    memory_when_proven: MemoryFigures | None = None  # what SGLang printed when known-good was proven
     loaded: Definition | None = None  # what systemd had loaded when the launch began
     on_disk: Definition | None = None  # now
     disk_changed: float | None = None  # when the definition on disk last changed, Unix seconds

@@ -1,19 +1,18 @@
 """Says a cause in words: one sentence that an operator understands at three in the morning, and what to do."""
 
+from sglang_watchdog.diagnosis import shortage
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
-from sglang_watchdog.diagnosis.effective import Speculation, releases_of, server_args_of
+from sglang_watchdog.diagnosis.effective import Speculation
 from sglang_watchdog.diagnosis.held import Held
-from sglang_watchdog.diagnosis.memory_fit import Budget, budget_of, most_steps, states_gib
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.verdict import Verdict, of_cause
-from sglang_watchdog.domain.evidence import Evidence, Source
+from sglang_watchdog.domain.evidence import Source
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.failure import RuledOut
 from sglang_watchdog.domain.launch import Phase
 
-_NOTHING_GIB = 0.05  # the figures are printed with two digits
 _QUOTED = frozenset(
     {Class.BAD_ARGUMENTS, Class.MISSING_DEPENDENCY, Class.PORT_IN_USE, Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR}
     | {Class.NCCL_ERROR, Class.SHM_OR_DISK_FULL, Class.HOST_MEMORY_SHORTAGE}
@@ -32,11 +31,11 @@ def explain(case: Case, cause: Cause, speculation: Speculation, held: Held | Non
         case Class.KV_CACHE_OOM if cause.hit and cause.hit.means is Meaning.KV_EXHAUSTED:
             return _exhausted(cause)
         case Class.KV_CACHE_OOM if cause.hit and cause.hit.means is Meaning.CUDA_OOM:
-            return _pool_raw(cause)
+            return _pool_raw(case, cause)
         case Class.KV_CACHE_OOM:
             return _unsizable(case, cause, speculation)
         case Class.CUDA_GRAPH_OOM:
-            return _graph(cause, speculation)
+            return _graph(case, cause, speculation)
         case Class.GPU_MEMORY_HELD:
             return _held_by_word(case, cause)
         case _:
@@ -108,7 +107,7 @@ def _exhausted(cause: Cause) -> Verdict:
     )
 
 
-def _pool_raw(cause: Cause) -> Verdict:
+def _pool_raw(case: Case, cause: Cause) -> Verdict:
     whose = "the draft model's KV cache" if cause.worker is Worker.DRAFT else "the KV cache"
     why = (
         " The target's pool had taken nearly everything before; releases that do not count the draft's pool in the "
@@ -119,9 +118,12 @@ def _pool_raw(cause: Cause) -> Verdict:
     return Verdict(
         Class.KV_CACHE_OOM,
         cause.confidence,
-        f"GPU memory ran out while {whose} was allocated.{why}",
+        f"GPU memory ran out while {whose} was allocated.{shortage.missing(cause)}{why}",
         evidence=(of_cause(cause),),
-        advice=("Lower --mem-fraction-static; fewer draft tokens or requests help as well.",),
+        advice=(
+            f"Lower --mem-fraction-static{shortage.lower_fraction(case, cause)}; fewer draft tokens or requests help "
+            "as well.",
+        ),
         ruled_out=(
             RuledOut(Class.CUDA_GRAPH_OOM, "it was a pool that was being allocated; no graph had been begun"),
             _GPU_ONLY,
@@ -133,14 +135,13 @@ def _pool_raw(cause: Cause) -> Verdict:
 
 
 def _unsizable(case: Case, cause: Cause, speculation: Speculation) -> Verdict:
-    budget = budget_of(case.timeline.memory, server_args_of(case), releases_of(case))
-    figures = _figures(case, cause, budget, speculation) if budget else ()
+    figures = shortage.describe(case, cause, speculation)
     return Verdict(
         Class.KV_CACHE_OOM,
         cause.confidence,
         " ".join(("The KV cache could not be sized: no GPU memory was left for it when the server started.", *figures)),
-        evidence=(of_cause(cause), *_budget_evidence(budget)),
-        advice=_kv_advice(cause, budget, speculation),
+        evidence=(of_cause(cause), *shortage.budget_evidence(shortage.budget_in(case))),
+        advice=shortage.advise(case, cause, speculation),
         ruled_out=(
             RuledOut(Class.CUDA_GRAPH_OOM, "it failed before any graph was captured"),
             _GPU_ONLY,
@@ -151,86 +152,18 @@ def _unsizable(case: Case, cause: Cause, speculation: Speculation) -> Verdict:
     )
 
 
-def _figures(case: Case, cause: Cause, budget: Budget, speculation: Speculation) -> tuple[str, ...]:
-    if budget.rest <= _NOTHING_GIB:
-        short = f" by {-budget.rest:.1f} GiB" if budget.rest <= -_NOTHING_GIB else ""
-        return (
-            f"The weights alone use up --mem-fraction-static={budget.fraction:g}{short and ' and exceed it'}{short} "
-            f"({budget.available:.1f} of {budget.before:.1f} GiB were free after them).",
-        )
-    per_slot, requests = _per_slot(cause), _requests(case)
-    if not speculation.draft_tokens or not requests:
-        return (f"The weights left {budget.rest:.1f} GiB of the budget, and that was not enough.",)
-    states = (
-        f"The weights left {budget.rest:.1f} GiB of the budget, but the state caches for {requests} running requests "
-        f"with {speculation.draft_tokens} draft tokens each ({speculation.describe()}) need more"
-    )
-    if per_slot:
-        needed = states_gib(per_slot, requests, speculation.draft_tokens, requests)
-        steps = most_steps(budget, per_slot, requests, speculation.steps or speculation.draft_tokens - 1)
-        fits = f"; steps {steps} would fit" if steps else ""
-        return (f"{states}: about {needed:.1f} GiB{fits}.",)
-    return (f"{states}.",)
-
-
-def _per_slot(cause: Cause) -> float | None:
-    text = cause.hit.groups.get("per_request_mb") if cause.hit else None
-    return float(text) / 1024 if text else None
-
-
-def _requests(case: Case) -> int | None:
-    value = server_args_of(case).get("max_running_requests")
-    return value if isinstance(value, int) else None
-
-
-def _budget_evidence(budget: Budget | None) -> tuple[Evidence, ...]:
-    if budget is None:
-        return ()
-    text = (
-        f"{budget.before:.2f} GiB free before the weights, {budget.available:.2f} after; the fraction "
-        f"{budget.fraction:g} leaves {budget.rest:.2f} GiB for the pools"
-    )
-    return (Evidence(Source.SGLANG, text),)
-
-
-def _kv_advice(cause: Cause, budget: Budget | None, speculation: Speculation) -> tuple[str, ...]:
-    advice = []
-    if _advice_is_met(cause):
-        assert cause.hit is not None
-        advice.append(
-            f"SGLang's own advice does not help: --mem-fraction-static is {cause.hit.groups['fraction']} already, and "
-            f"it asks for no more than {cause.hit.groups['viable']}, which leaves out what the state caches need."
-        )
-    elif cause.hit and "viable" in cause.hit.groups:
-        groups = cause.hit.groups
-        advice.append(f"--mem-fraction-static is {groups['fraction']} and must be above {groups['viable']}.")
-    elif budget and budget.rest <= 0:
-        advice.append(f"--mem-fraction-static must be above {budget.smallest_fraction:.3f} for the weights alone.")
-    if speculation.on:
-        advice.append("Use fewer speculative steps: each draft token takes memory for every running request.")
-    if speculation.on or _advice_is_met(cause):
-        advice.append("Fewer running requests (--max-running-requests) save as much.")
-    if not advice:
-        advice.append("Raise --mem-fraction-static, or use a smaller context or more GPUs.")
-    return tuple(advice)
-
-
-def _advice_is_met(cause: Cause) -> bool:
-    groups = cause.hit.groups if cause.hit else {}
-    return "viable" in groups and float(groups["fraction"]) > float(groups["viable"])
-
-
-def _graph(cause: Cause, speculation: Speculation) -> Verdict:
+def _graph(case: Case, cause: Cause, speculation: Speculation) -> Verdict:
     wrapped = "graph failed" in cause.text
     what = "while CUDA graphs were captured" if wrapped else "while the buffers of the CUDA graphs were allocated"
-    advice = ["Lower --mem-fraction-static, so that the pools leave room for the graphs."]
+    lower = shortage.lower_fraction(case, cause)
+    advice = [f"Lower --mem-fraction-static{lower}, so that the pools leave room for the graphs."]
     if speculation.on:
         advice.append("Fewer speculative steps make the graphs smaller.")
     advice.append("A smaller largest batch (--cuda-graph-max-bs) makes them smaller too.")
     return Verdict(
         Class.CUDA_GRAPH_OOM,
         cause.confidence,
-        f"GPU memory ran out {what}: the KV cache had been made, and left too little.",
+        f"GPU memory ran out {what}: the KV cache had been made, and left too little.{shortage.missing(cause)}",
         evidence=(of_cause(cause),),
         advice=tuple(advice),
         ruled_out=(
@@ -334,6 +267,7 @@ def _plain(cause: Cause) -> Verdict:
         sentence, advice = _BY_OOMD
     elif cause.in_speculation and cause.source is Source.SGLANG:
         sentence += " It happened in the code of speculative decoding."
+    sentence += shortage.missing(cause)
     if cause.failure in _QUOTED:
         quote = cause.text if len(cause.text) <= _LONGEST_QUOTE else f"{cause.text[:_LONGEST_QUOTE]}…"
         sentence += f' The log says: "{quote.strip()}".'
