@@ -131,3 +131,13 @@ def test_a_stop_timeout_of_a_stale_launch_stays_a_stop_timeout() -> None:
     log = LaunchLog().ready().stopping().sigterm()
     log.systemd(f"{UNIT}: State 'stop-sigterm' timed out. Killing.").ended(result="timeout")
     assert log.diagnosis(**live(log, ran=5, wanted=10, changed_before=True)).failure is Class.STOP_TIMEOUT_SIGKILL
+
+
+@pytest.mark.parametrize(("bytes_on_disk", "said"), [("1", False), ("2", True)])
+def test_the_same_bytes_written_again_ask_for_no_reload(bytes_on_disk: str, said: bool) -> None:
+    unit = UnitSnapshot(UNIT, need_daemon_reload=True, exec_start=argv(10))
+    log = LaunchLog().started().sglang(settings(10)).raises(NO_POOL).ended()
+    loaded, on_disk = Definition("/u", {"/u": "1"}), Definition("/u", {"/u": bytes_on_disk})
+    answer = log.diagnosis(unit=unit, loaded=loaded, on_disk=on_disk)
+    assert answer.failure is Class.KV_CACHE_OOM
+    assert ("daemon-reload" in " ".join(answer.advice)) is said

@@ -239,6 +239,9 @@ def _unseen_stop(ending: Ending) -> Verdict | None:
         return _runtime_limit(ending, runtime_limit)
     timed_out = _stop_timed_out(ending)
     outlived = timed_out and not (ending.main_exit and ending.main_exit.order < timed_out.order)
+    silent = timeline.first(Meaning.NO_PROGRESS)
+    if timed_out and outlived and silent:
+        return _gave_no_answer(ending, silent, timed_out)
     if timed_out and outlived and ending.result is ServiceResult.TIMEOUT and not timeline.complete:
         return _stop_timeout(ending, timed_out, 0.75)
     forced, evicted = timeline.first(Meaning.STOP_FORCED), timeline.first(Meaning.EVICTED)
@@ -250,6 +253,18 @@ def _unseen_stop(ending: Ending) -> Verdict | None:
         return _superseded(control, stopped)
     shut = timeline.first(Meaning.STOPPING)
     return _requested(ending) if shut and _ended_by_itself(ending) and not timeline.failures else None
+
+
+def _gave_no_answer(ending: Ending, silent: Hit, timed_out: Said) -> Verdict:
+    return Verdict(
+        Class.UNRESPONSIVE,
+        0.65,
+        "The server had stopped answering, and did not end on SIGTERM either: the stop that timed out came of that, "
+        "and not that of the stop.",
+        evidence=(of_hit(silent), of_said(timed_out), *ending.proofs()),
+        advice=("Look at what it was doing before it fell silent: a stack dump (`py-spy dump`) of a hang tells most.",),
+        ruled_out=(RuledOut(Class.STOP_TIMEOUT_SIGKILL, "it gave no answer before the stop already"),),
+    )
 
 
 def _ended_by_itself(ending: Ending) -> bool:

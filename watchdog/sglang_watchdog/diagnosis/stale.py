@@ -78,7 +78,7 @@ def stale_advice(case: Case, ran: Speculation) -> tuple[str, ...]:
             f"The unit's definition asks for {difference.wanted}; this launch ran {difference.ran}. The next start "
             "uses the definition that systemd has loaded then.",
         )
-    if case.unit and case.unit.need_daemon_reload:
+    if case.unit and case.unit.need_daemon_reload and not _same_bytes(case):
         return ("The unit's files changed since systemd loaded them: `systemctl daemon-reload` puts them in force.",)
     return ()
 
@@ -138,11 +138,16 @@ def _evidence(case: Case, ran: Speculation, wanted: SpeculationConfig) -> tuple[
     return (shown, Evidence(Source.FILE, asks) if case.intended else of_unit(asks), *changed)
 
 
+def _same_bytes(case: Case) -> bool:
+    """systemd goes by the time of a file: it asks for a reload when the same bytes are written again."""
+    return case.loaded is not None and case.on_disk is not None and not case.loaded.differs_from(case.on_disk)
+
+
 def _changed(case: Case) -> tuple[Evidence, ...]:
     if case.loaded and case.on_disk:
         paths = case.loaded.differs_from(case.on_disk)
         if paths:
             return (Evidence(Source.FILE, f"changed since systemd loaded them: {', '.join(paths)}", case.disk_changed),)
-    if case.unit and case.unit.need_daemon_reload and is_of(case.unit, case.timeline):
+    if case.unit and case.unit.need_daemon_reload and is_of(case.unit, case.timeline) and not _same_bytes(case):
         return (of_unit("NeedDaemonReload=yes"),)
     return ()
