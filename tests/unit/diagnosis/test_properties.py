@@ -14,16 +14,17 @@ from corpus_cases import INVOCATION, CorpusCase, everything, recorded, reported,
 from fuzz.one_input import FOUND, SHOW, check
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.engine import diagnose
-from sglang_watchdog.diagnosis.entries import read_journal
+from sglang_watchdog.diagnosis.entries import read_journal, read_text
 from sglang_watchdog.diagnosis.launches import read_launch
 from sglang_watchdog.diagnosis.show import parse_show
 from sglang_watchdog.diagnosis.signatures import Meaning, catalog
 from sglang_watchdog.domain.failure import FailureClass as Class
 
 Entry = dict[str, Any]
-FEW = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+TRIES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 CASES = [*reported(), *snippets()]
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ANY_CASE = st.sampled_from(CASES)
 BENIGN = [line for s in catalog().signatures if s.means is Meaning.BENIGN for line in s.samples]
 # Advice and accounting that SGLang, PyTorch and CUDA print beside any failure.
 ADVICE = [
@@ -57,9 +58,8 @@ def beside(entry: Entry, message: str, pid: str) -> Entry:
     return {"__CURSOR": "s=1", "_SYSTEMD_INVOCATION_ID": INVOCATION, "_TRANSPORT": "stdout", **own, **clock}
 
 
-@EVERY_CASE
-@FEW
-@given(data=st.data())
+@TRIES
+@given(case=ANY_CASE, data=st.data())
 def test_benign_lines_change_no_class(case: CorpusCase, data: st.DataObject) -> None:
     entries = entries_of(case)
     for line in data.draw(st.lists(st.sampled_from(BENIGN + ADVICE), min_size=1, max_size=6)):
@@ -76,9 +76,8 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.name)
-@FEW
-@given(data=st.data())
+@TRIES
+@given(case=st.sampled_from(FAULTS), data=st.data())
 def test_a_rank_that_breaks_off_because_another_failed_changes_no_class(case: CorpusCase, data: st.DataObject) -> None:
     entries = entries_of(case)
     place = data.draw(st.integers(1, len(entries)))
@@ -104,9 +103,8 @@ def by_rank(entries: list[Entry]) -> Iterator[tuple[tuple[str, str], list[Entry]
         yield key, [entry for _, entry in run]
 
 
-@EVERY_CASE
-@FEW
-@given(random=st.randoms(use_true_random=False))
+@TRIES
+@given(case=ANY_CASE, random=st.randoms(use_true_random=False))
 def test_the_order_of_ranks_within_a_second_changes_no_class(case: CorpusCase, random: Any) -> None:
     """Ranks log through one pipe: within a second their lines come in any order."""
     shuffled: list[Entry] = []
@@ -142,6 +140,12 @@ def test_what_a_container_or_a_launcher_writes_before_each_line_changes_no_class
             if entry["_TRANSPORT"] == "stdout" and isinstance(entry["MESSAGE"], str):
                 entry["MESSAGE"] = prefix + entry["MESSAGE"]
         assert judged(entries, case) is case.diagnosis().failure, case.name
+
+
+@EVERY_CASE
+def test_a_plain_log_is_judged_as_the_journal_is(case: CorpusCase) -> None:
+    timeline = read_launch(read_text((line.encode() for line in case.text()), case.name))
+    assert diagnose(Case(timeline=timeline, unit=parse_show(case.show, case.name))).failure is case.diagnosis().failure
 
 
 LINES = [line for case in everything() for line in case.text()[-40:]]

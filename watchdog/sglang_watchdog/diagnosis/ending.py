@@ -242,7 +242,7 @@ def _unseen_stop(ending: Ending) -> Verdict | None:
     silent = timeline.first(Meaning.NO_PROGRESS)
     if timed_out and outlived and silent:
         return _gave_no_answer(ending, silent, timed_out)
-    if timed_out and outlived and ending.result is ServiceResult.TIMEOUT and not timeline.complete:
+    if timed_out and outlived and not timeline.complete and not timeline.word(Word.START_TIMED_OUT):
         return _stop_timeout(ending, timed_out, 0.75)
     forced, evicted = timeline.first(Meaning.STOP_FORCED), timeline.first(Meaning.EVICTED)
     if forced or evicted:

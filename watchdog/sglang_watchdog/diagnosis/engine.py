@@ -59,7 +59,7 @@ def _diagnosis(case: Case, verdict: Verdict, speculation: Speculation) -> Diagno
     return Diagnosis(
         failure=verdict.failure,
         confidence=verdict.confidence,
-        summary=redact_text(verdict.summary),
+        summary=_sentence(redact_text(verdict.summary)),
         phase=_phase(case, verdict),
         rollback_helps=rollback_helps(case, verdict, speculation),
         effective=redact_mapping(effective_settings(case)),
@@ -75,6 +75,11 @@ def _phase(case: Case, verdict: Verdict) -> Phase:
     if verdict.failure in (Class.REQUESTED_STOP, Class.STOP_TIMEOUT_SIGKILL):
         return Phase.STOPPING
     return case.timeline.phase
+
+
+def _sentence(text: str) -> str:
+    """A secret at the end of a quotation takes the full stop with it when it is redacted."""
+    return text if text.endswith(".") else f"{text}."
 
 
 def _redacted(evidence: Evidence) -> Evidence:

@@ -69,7 +69,7 @@ def _held_by_word(case: Case, cause: Cause) -> Verdict:
         if unbalanced
         else "it ran out before the server had loaded anything"
         if too_early
-        else "the check before the start found GPU memory in use"
+        else "the card was not free when the server asked for it"
     )
     return Verdict(
         Class.GPU_MEMORY_HELD,

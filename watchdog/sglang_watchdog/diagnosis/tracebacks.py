@@ -79,8 +79,9 @@ class ProcessLog:
 
     def _open(self, text: str, benign: bool) -> None:
         if not (self._chained and self._header is not None):
-            self._header = text.partition(HEADER)[0].strip() or self._before
-            self.benign = benign or self._before_benign
+            own = text.partition(HEADER)[0].strip()
+            self._header = own or self._before
+            self.benign = benign or (self._before_benign and not own)  # a header of its own has nothing to do with it
             self._last = None
         self._expects, self._chained = True, False
         self.frames.clear()
