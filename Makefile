@@ -13,7 +13,7 @@ demo: setup ## the story of one bad deploy, live in the terminal: about a minute
 	@PYTHONPATH=tests $(PY) -m demo
 
 test: setup lint ## everything that needs no GPU and no real SGLang
-	@$(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real
+	@$(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real --ignore=tests/prometheus
 
 lint: setup ## ruff and mypy
 	@.venv/bin/ruff check .
@@ -31,7 +31,11 @@ fuzz: setup ## a coverage-guided search for logs that break the diagnosis: 20 mi
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r packaging/requirements-fuzz.txt
 	@PYTHONPATH=tests nice -n 10 $(PY) -m fuzz -max_total_time=1200 -verbosity=0 -print_final_stats=1
 
+test-prometheus: setup ## rules, dashboard and alerts on Debian's Prometheus and Alertmanager (unpacked in a cache)
+	@packaging/prometheus.sh
+	@$(PY) -m pytest tests/prometheus
+
 wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
-.PHONY: help setup demo test lint unit test-sglang fuzz wheel
+.PHONY: help setup demo test lint unit test-sglang fuzz test-prometheus wheel

@@ -5,9 +5,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-/usr/bin/python3}
-# Debian packages: the first line builds pystemd and the simulated NVML, the second boots lab hosts.
+# Debian packages: the first line builds pystemd and the simulated NVML, the second boots lab hosts (openssl
+# makes the certificates of a test).
 NEEDED="gcc libc6-dev libsystemd-dev pkg-config python3-dev python3-venv
-systemd-container systemd dbus util-linux debootstrap"
+systemd-container systemd dbus util-linux debootstrap openssl"
 say() { printf 'setup: %s\n' "$*" >&2; }
 
 missing=()

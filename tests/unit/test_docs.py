@@ -14,7 +14,7 @@ from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState
 from sglang_watchdog.recovery.policy import Facts, decide
 from sglang_watchdog.reporting.alerts import AlertId
-from sglang_watchdog.reporting.metrics import Metrics
+from sglang_watchdog.reporting.metrics import Metrics, reference
 from sglang_watchdog.settings import Settings, UnitSettings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -153,24 +153,33 @@ def test_the_values_of_closed_fields_are_listed() -> None:
 # Metrics
 
 
-def test_every_metric_is_listed_with_its_type_and_labels() -> None:
-    table = rows(ALERTS_AND_METRICS, "| metric | type | labels | meaning |")
-    assert {row[0].strip("`"): (row[1], words(row[2])) for row in table} == exported()
+def test_the_reference_of_the_metrics_is_written_from_the_code() -> None:
+    assert (DOCS / "metrics.md").read_text() == reference()
 
 
-def exported() -> dict[str, tuple[str, set[str]]]:
-    """Type and labels by name, of a daemon that has seen a bit of everything."""
+def test_every_metric_is_described_with_its_type_and_labels() -> None:
+    """Of a daemon that has seen a bit of everything."""
     metrics = Metrics(("sglang.service",), "0.1.0")
     metrics.saw_state("sglang.service", ActiveState.ACTIVE)
     metrics.runs("sglang.service", SpeculationConfig())
     metrics.proven("sglang.service", SpeculationConfig())
+    metrics.saw_incident(alert_samples.INCIDENT)
     metrics.gpu_used.labels("0").set(0)
     found = {}
     for family in metrics.registry.collect():
+        if family.name.startswith("process_"):
+            continue  # prometheus_client's own
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         found[family.name + suffix] = ("gauge" if family.type == "info" else family.type, labels)
-    return found
+    assert {one.name: (one.kind, set(one.labels)) for one in metrics.described} == found
+
+
+def test_every_alert_of_prometheus_is_listed_with_its_severity() -> None:
+    rules = (CHECKOUT / "contrib" / "prometheus" / "sglang-watchdog.rules.yml").read_text()
+    shipped = dict(re.findall(r"- alert: (\S+)\n[\s\S]*?severity: (\w+)", rules))
+    listed = {row[0].strip("`"): row[1] for row in rows(ALERTS_AND_METRICS, "| alert | severity | it means |")}
+    assert listed == shipped
 
 
 def test_the_address_of_the_metrics_is_the_default() -> None:

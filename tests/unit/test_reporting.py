@@ -1,5 +1,7 @@
 """Alerts and metrics: stable names, every class present from the start, and no secret in any of them."""
 
+import dataclasses
+
 from prometheus_client import generate_latest
 
 from sglang_watchdog.domain.evidence import Evidence, Source
@@ -55,6 +57,19 @@ def test_every_class_and_outcome_is_there_at_zero_before_anything_happens() -> N
         assert f'sglang_watchdog_failures_total{{class="{failure}",unit="{UNIT}"}} 0.0' in text
     assert f'sglang_watchdog_incidents_total{{outcome="contained",unit="{UNIT}"}} 0.0' in text
     assert f'sglang_watchdog_rollbacks_total{{unit="{UNIT}"}} 0.0' in text
+
+
+def test_the_newest_incident_of_a_unit_stands_alone_whichever_is_closed_last() -> None:
+    metrics = Metrics((UNIT,), "0.1.0")
+    first = Incident("1" * 12, UNIT, "a", 1.0, FailureClass.KV_CACHE_OOM, "")
+    second = Incident("2" * 12, UNIT, "b", 2.0, FailureClass.SEGFAULT, "")
+    metrics.saw_incident(first)
+    metrics.saw_incident(second)
+    metrics.closed(dataclasses.replace(first, outcome=Outcome.FAILED))
+    lines = [line for line in exported(metrics).splitlines() if line.startswith("sglang_watchdog_last_incident_info{")]
+    told = f'class="segfault",incident="{second.id}",outcome="open",unit="{UNIT}"'
+    assert lines == [f"sglang_watchdog_last_incident_info{{{told}}} 1.0"]
+    assert f'sglang_watchdog_incidents_total{{outcome="failed",unit="{UNIT}"}} 1.0' in exported(metrics)
 
 
 def test_exactly_one_state_of_a_unit_is_set() -> None:

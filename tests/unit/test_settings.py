@@ -49,7 +49,7 @@ def test_every_setting_can_be_given(config: Path) -> None:
         state_dir = "/srv/state"
         runtime_dir = "/srv/run"
         log_level = "debug"
-        metrics = { address = "::1", port = 0 }
+        metrics = { address = "::1", port = 0, certificate = "/c.pem", key = "/k.pem", client_ca = "/ca.pem" }
         [units."sglang@qwen.service"]
         act = true
         url = "http://127.0.0.1:30000/"
@@ -69,7 +69,9 @@ def test_every_setting_can_be_given(config: Path) -> None:
     settings = load(config)
     unit = settings.units["sglang@qwen.service"]
     assert (settings.state_dir, settings.runtime_dir) == (Path("/srv/state"), Path("/srv/run"))
-    assert settings.metrics == Metrics(address="::1", port=0)
+    tls = {"certificate": Path("/c.pem"), "key": Path("/k.pem"), "client_ca": Path("/ca.pem")}
+    assert settings.metrics == Metrics(address="::1", port=0, **tls)
+    assert {*settings.metrics.model_fields_set} == set(Metrics.model_fields)
     assert unit.url == "http://127.0.0.1:30000"
     assert unit.managed_flags == {"--mem-fraction-static", "--max-total-tokens"}
     assert (unit.soak, unit.start_deadline) == (30.0, 10.5)
@@ -114,6 +116,8 @@ def test_settings_cannot_be_changed(config: Path) -> None:
         ("units = 1", "units: found 1; allowed is a table."),
         ("metrics = { port = 70000 }", "metrics.port: found 70000; allowed is a whole number from 0 to 65535."),
         ('metrics = { address = "host" }', 'metrics.address: found "host"; allowed is an IP address in quotes.'),
+        ('metrics = { key = "/k" }', "metrics: certificate and key belong together."),
+        ('metrics = { client_ca = "/c" }', "metrics: client_ca needs certificate and key."),
         ('log_level = "loud"', 'log_level: found "loud"; allowed is one of "debug"'),
         ('state_dir = "state"', 'state_dir: found "state"; allowed is an absolute path in quotes.'),
         ("metric = {}", "metric: is no setting; did you mean metrics? Allowed here are state_dir,"),

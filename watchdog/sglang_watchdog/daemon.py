@@ -26,7 +26,8 @@ from sglang_watchdog.host.lock import only_one
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.reporting import alerts
-from sglang_watchdog.reporting.metrics import Metrics, Sense
+from sglang_watchdog.reporting.metrics import Metrics, Sense, Tls
+from sglang_watchdog.settings import Metrics as MetricsSettings
 from sglang_watchdog.settings import Settings
 from sglang_watchdog.watcher import UnitWatcher
 
@@ -101,14 +102,15 @@ class Daemon:
         return ledger, True
 
     def _serve_metrics(self) -> None:
-        """A port that is taken costs the metrics, not the watching."""
+        """A port that is taken, or a certificate of no use, costs the metrics, not the watching."""
         address, port = self._settings.metrics.address, self._settings.metrics.port
         try:
             if port:
-                self._metrics.serve(address, port)
+                self._metrics.serve(address, port, _tls(self._settings.metrics))
         except OSError as error:
-            log.error("no metrics", address=address, port=port, error=error.strerror)
-            alerts.send(alerts.blind(f"nothing: Prometheus sees no metrics, since {address}:{port} {error.strerror}."))
+            why = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+            log.error("no metrics", address=address, port=port, error=why)
+            alerts.send(alerts.blind(f"nothing: Prometheus sees no metrics, since {address}:{port}: {why}."))
 
     async def _watch_until_lost(self, parts: Parts, stop: asyncio.Event) -> None:
         """Watches all units over one bus connection. Returns when asked to stop, or when the bus was lost and a pause
@@ -231,6 +233,12 @@ class Daemon:
         if watcher is None or self._parts is None:
             raise UnusableInput(f"{unit} is not watched; watched are {', '.join(self._watchers) or 'no units'}")
         return ByHand(watcher, self._parts)
+
+
+def _tls(settings: MetricsSettings) -> Tls | None:
+    if settings.certificate is None or settings.key is None:
+        return None
+    return Tls(settings.certificate, settings.key, settings.client_ca)
 
 
 def _tell_blind(sense: Sense) -> None:

@@ -84,6 +84,8 @@ class Incidents:
 
     async def resume(self, snapshot: UnitSnapshot) -> None:
         """Finishes a recovery that had begun, where the unit is as it was left; never touches a launch that runs."""
+        for incident in self._parts.ledger.incidents(self._unit, 1):
+            self._parts.metrics.saw_incident(incident)
         for incident in self._parts.ledger.open_incidents():
             if incident.unit == self._unit:
                 await self._resume(incident, snapshot, self._parts.ledger.intents(incident.id))
@@ -156,6 +158,7 @@ class Incidents:
             self._parts.metrics.sees(Sense.LEDGER, well=False)
             return None
         self._parts.metrics.sees(Sense.LEDGER, well=self._parts.may_act)
+        self._parts.metrics.saw_incident(incident)
         return incident
 
     def surprise(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> None:
@@ -314,6 +317,6 @@ class Incidents:
 
     def _close(self, incident: Incident, outcome: Outcome, reason: str) -> None:
         closed = self._parts.ledger.close_incident(incident, outcome, reason)
-        self._parts.metrics.incidents.labels(self._unit, outcome).inc()
+        self._parts.metrics.closed(closed)
         if outcome is not Outcome.REPORTED or incident.steps:
             alerts.send(alerts.closed(closed))

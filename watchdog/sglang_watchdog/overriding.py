@@ -32,6 +32,11 @@ class Overriding:
         """Why no config can be put in force, for a person; empty where it can."""
         return override.override_obstacle(snapshot, self._folder)
 
+    @property
+    def in_force(self) -> bool:
+        """Whether a config of ours stands in place of the operator's."""
+        return self._parts.ledger.override(self._unit) is not None
+
     async def put_in_force(self, config: SpeculationConfig) -> str:
         """Writes the override. Raises `StepFailed`, with nothing left behind, where systemd would not load it."""
         snapshot = self._parts.systemd.snapshot(self._unit)

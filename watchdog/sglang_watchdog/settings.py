@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -96,6 +96,25 @@ class Metrics(_Table):
     port: Annotated[int, Field(ge=0, le=65535)] = _setting(
         9877, "0 serves no metrics.", "a whole number from 0 to 65535"
     )
+    certificate: AbsolutePath | None = _setting(
+        None,
+        "Serves TLS with this certificate (PEM), together with `key`. Passwords are a proxy's job.",
+        _A_PATH,
+    )
+    key: AbsolutePath | None = _setting(None, "The certificate's private key (PEM), readable by root alone.", _A_PATH)
+    client_ca: AbsolutePath | None = _setting(
+        None,
+        "Answers only clients that show a certificate of this authority (PEM). Needs `certificate`.",
+        _A_PATH,
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Metrics":
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key belong together")
+        if self.client_ca is not None and self.certificate is None:
+            raise ValueError("client_ca needs certificate and key")
+        return self
 
 
 class UnitSettings(_Table):
@@ -251,6 +270,8 @@ def _complaint(error: ErrorDetails, key: Key) -> str:
     if error["loc"][-1] == "[key]":
         return f"found the name {_shown(key[-1])}; allowed is {_UNIT_NAME_ALLOWED}."
     field = _field_at(key)
+    if field is None and error["type"] == "value_error":
+        return f"{error['ctx']['error']}."  # of keys that do not go together
     allowed = _allowed(field) if field else "a table"
     found = "a value that is not shown" if names_secret(key[-1]) else _shown(error["input"])
     return f"found {found}; allowed is {allowed}."

@@ -138,6 +138,7 @@ class UnitWatcher:
         if self.pausing.over:
             self.end_pause(snapshot)
         await self._turn(lambda: self._follow_operator(snapshot))
+        self._parts.metrics.overridden.labels(self.unit).set(self._overriding.in_force)
         launch = self.launch
         if launch is not None and launch.ended is None and launch.invocation != snapshot.invocation:
             await self._ended(launch, snapshot)  # the bus shows the newest launch only

@@ -1,8 +1,15 @@
 """Prometheus metrics. Names and units by Prometheus' conventions; every label value is from a closed set or is a unit
-that the settings name, and every counter is there at 0 before anything happens."""
+that the settings name, and every counter is there at 0 before anything happens. docs/metrics.md is written from here.
 
-from collections.abc import Callable
+The one value that is not from a closed set, an incident's id, stands in a single series for each unit, which the next
+incident replaces.
+"""
+
+import ssl
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,13 +17,14 @@ from prometheus_client import (
     Gauge,
     Histogram,
     Info,
+    ProcessCollector,
     disable_created_metrics,
     start_http_server,
 )
 
 from sglang_watchdog.domain.failure import FailureClass
 from sglang_watchdog.domain.gpu import GpuAnswer, GpuReading
-from sglang_watchdog.domain.incident import Outcome, Step
+from sglang_watchdog.domain.incident import Incident, Outcome, Step
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState
 
@@ -34,11 +42,21 @@ class Sense(StrEnum):
 
 
 _SENSES = {
-    Sense.BUS: "1 while systemd's bus can be reached",
-    Sense.NVML: "1 where the last question to NVML was answered",
-    Sense.LEDGER: "1 while the ledger can be written; 0: observing only",
-    Sense.JOURNAL: "1 where the last journal pull worked",
+    Sense.BUS: "1 while systemd's bus can be reached; 0: nothing is watched",
+    Sense.NVML: "1 where NVML answered when last asked",
+    Sense.LEDGER: "1 while the ledger can be written; 0: the watchdog only observes",
+    Sense.JOURNAL: "1 where the last pull of the journal worked",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One line of the reference. `labels` are named in the order in which they are documented."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
 
 
 class Metrics:
@@ -51,43 +69,91 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample beside every counter, which nobody reads
         self._on_blind = on_blind
         self.registry = CollectorRegistry()
+        self.described: list[Described] = []
         self._units = units
-        self.unit_state = self._gauge("unit_state", "1 for the unit's current ActiveState", ("unit", "state"))
-        self.launches = self._counter("launches", "Launches seen", ("unit",))
-        self.failures = self._counter("failures", "Ended launches by diagnosed class", ("unit", "class"))
-        self.incidents = self._counter("incidents", "Closed incidents by outcome", ("unit", "outcome"))
-        self.rollbacks = self._counter("rollbacks", "Speculation configs put back", ("unit",))
-        self.degraded = self._gauge("degraded", "1 while the server runs with less than its proven capacity", ("unit",))
+        self.unit_state = self._gauge(
+            "unit_state", "1 for systemd's present ActiveState of the unit, 0 for the others", "unit", "state"
+        )
+        self.launches = self._counter("launches", "Launches seen by this daemon", "unit")
+        self.failures = self._counter(
+            "failures",
+            "Ended launches by class; requested_stop is among them, and so is a healthy server that was found "
+            "stale_unit_file",
+            "unit",
+            "class",
+        )
+        self.incidents = self._counter("incidents", "Closed incidents by outcome", "unit", "outcome")
+        self._last_incident = self._info(
+            "last_incident",
+            "1 for the unit's newest incident, which replaces the one before it; outcome is open until it is closed",
+            "unit",
+            told=("incident", "class", "outcome"),
+        )
+        self._newest: dict[str, Incident] = {}
+        self.rollbacks = self._counter("rollbacks", "Rollbacks after which the server generated tokens", "unit")
+        self.overridden = self._gauge(
+            "overridden", "1 while a config of the watchdog's is in force in place of the operator's", "unit"
+        )
+        self.degraded = self._gauge(
+            "degraded", "1 while the running launch has less than its config was proven with", "unit"
+        )
         self._running_steps = self._gauge(
-            "running_speculative_num_steps", "--speculative-num-steps of the running launch, 0 without", ("unit",)
+            "running_speculative_num_steps",
+            "Steps of the launch that serves, 0 without speculation; absent while none does",
+            "unit",
         )
         self._known_good_steps = self._gauge(
-            "known_good_speculative_num_steps", "--speculative-num-steps of the newest known-good config", ("unit",)
+            "known_good_speculative_num_steps",
+            "Steps of the config that was proven last; absent until this daemon proved one",
+            "unit",
         )
-        self._config = self._info("config", "Speculation configs in words: running and known_good", ("unit",))
+        self._config = self._info(
+            "config",
+            "Speculation configs in words; running is empty while nothing serves",
+            "unit",
+            told=("running", "known_good"),
+        )
         self._configs: dict[str, dict[str, str]] = {unit: {"running": "", "known_good": ""} for unit in units}
-        self.step_seconds = Histogram(
-            f"{_PREFIX}_recovery_step_seconds",
-            "Time that each step of a recovery took",
-            ("unit", "step"),
-            registry=self.registry,
-            buckets=_STEP_BUCKETS_S,
+        self.step_seconds = self._histogram(
+            "recovery_step_seconds",
+            "Time of each step of a recovery; verify is from the start to tokens, weights included",
+            "unit",
+            "step",
         )
         self.gpu_used = self._gauge(
-            "incident_gpu_used_bytes", "Used memory of a card when it was last read, in an incident", ("gpu",)
+            "incident_gpu_used_bytes",
+            "Used memory of a card at the last reading; read only in an incident and while a launch starts, so never "
+            "an idle or serving level",
+            "gpu",
         )
-        self.ended = self._counter("processes_ended", "Left-over processes that were ended", ("unit",))
-        self.spared = self._counter("processes_spared", "Holders of GPU memory left alone: not proven ours", ("unit",))
+        self.ended = self._counter("processes_ended", "Left-over processes that were sent a signal", "unit")
+        self.spared = self._counter(
+            "processes_spared", "Holders of GPU memory that were left alone while freeing", "unit"
+        )
         self._sight = {sense: self._gauge(sense.value, text) for sense, text in _SENSES.items()}
         self._blind: set[Sense] = set()
-        self._info("build", "Version of the watchdog").info({"version": version})
+        self._info("build", "Version of the watchdog", told=("version",)).info({"version": version})
+        ProcessCollector(registry=self.registry)
         for sense in (Sense.NVML, Sense.JOURNAL):
             self._sight[sense].set(1)  # nothing has failed yet
         self._preset()
 
-    def serve(self, address: str, port: int) -> int:
-        """Starts the exporter's thread; returns the port (the system's choice for 0)."""
-        server, _ = start_http_server(port, address, registry=self.registry)
+    def serve(self, address: str, port: int, tls: "Tls | None" = None) -> int:
+        """Starts the exporter's thread; returns the port (the system's choice for 0). Raises OSError where the port is
+        taken or a file of `tls` is of no use."""
+        if tls is None:
+            server, _ = start_http_server(port, address, registry=self.registry)
+        else:
+            tls.check()
+            server, _ = start_http_server(
+                port,
+                address,
+                registry=self.registry,
+                certfile=str(tls.certificate),
+                keyfile=str(tls.key),
+                client_cafile=str(tls.client_ca) if tls.client_ca else None,
+                client_auth_required=tls.client_ca is not None,
+            )
         return int(server.server_port)
 
     def runs(self, unit: str, config: SpeculationConfig | None) -> None:
@@ -105,6 +171,19 @@ class Metrics:
     def _tell_config(self, unit: str, which: str, words: str) -> None:
         self._configs[unit][which] = words
         self._config.labels(unit).info(self._configs[unit])
+
+    def saw_incident(self, incident: Incident) -> None:
+        """Opened, closed, or known from before. One that is older than the newest is told no more."""
+        newest = self._newest.get(incident.unit)
+        if newest is not None and incident.opened < newest.opened:
+            return
+        self._newest[incident.unit] = incident
+        told = {"incident": incident.id, "class": incident.failure.value, "outcome": incident.outcome.value}
+        self._last_incident.labels(incident.unit).info(told)
+
+    def closed(self, incident: Incident) -> None:
+        self.incidents.labels(incident.unit, incident.outcome).inc()
+        self.saw_incident(incident)
 
     def saw_state(self, unit: str, state: ActiveState | None) -> None:
         for known in ActiveState:
@@ -135,6 +214,7 @@ class Metrics:
             self.rollbacks.labels(unit)
             self.ended.labels(unit)
             self.spared.labels(unit)
+            self.overridden.labels(unit).set(0)
             self.degraded.labels(unit).set(0)
             for failure in FailureClass:
                 self.failures.labels(unit, failure)
@@ -144,11 +224,85 @@ class Metrics:
             for step in Step:
                 self.step_seconds.labels(unit, step)
 
-    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-        return Gauge(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(self._describe(name, "gauge", text, labels), text, labels, registry=self.registry)
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(self._describe(f"{name}_total", "counter", text, labels), text, labels, registry=self.registry)
 
-    def _info(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Info:
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        described = self._describe(name, "histogram", text, labels)
+        return Histogram(described, text, labels, registry=self.registry, buckets=_STEP_BUCKETS_S)
+
+    def _info(self, name: str, text: str, *labels: str, told: tuple[str, ...]) -> Info:
+        self._describe(f"{name}_info", "gauge", text, (*labels, *told))
         return Info(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
+
+    def _describe(self, name: str, kind: str, text: str, labels: tuple[str, ...]) -> str:
+        full = f"{_PREFIX}_{name}"
+        self.described.append(Described(full, kind, labels, text))
+        return full
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM. With `client_ca`, only clients that show a certificate of that authority are answered."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def check(self) -> None:
+        """Raises OSError where a file is of no use, which prometheus_client finds only once it holds the port."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key)
+        if self.client_ca:
+            context.load_verify_locations(self.client_ca)
+
+
+_VALUES: dict[str, Iterable[str]] = {
+    "state": ActiveState,
+    "outcome": Outcome,
+    "step": Step,
+}
+
+
+def reference() -> str:
+    """The reference page: every metric with its type, labels and meaning, in Markdown."""
+    rows = [
+        f"| `{one.name}` | {one.kind} | {' '.join(f'`{label}`' for label in one.labels) or 'none'} | {one.text} |"
+        for one in Metrics((), "").described
+    ]
+    values = [f"| `{label}` | {', '.join(f'`{value}`' for value in known)} |" for label, known in _VALUES.items()]
+    return "\n".join(
+        (
+            "# Metrics",
+            "",
+            "<!-- Written by `python -m sglang_watchdog.reporting.metrics`: edit the texts there. -->",
+            "",
+            "Where and how they are served: [alerts and metrics](alerts-and-metrics.md#metrics). Every class, outcome",
+            "and step is there at 0 from the start, so `increase()` sees the first event. No label has an unbounded",
+            "set of values: an incident's id stands in one series for each unit, which the next incident replaces.",
+            "",
+            "| metric | type | labels | meaning |",
+            "|--|--|--|--|",
+            *rows,
+            "",
+            "The daemon's own memory, processor time, files and start are there under the names that every exporter",
+            "has (`process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`,",
+            "`process_start_time_seconds`, …).",
+            "",
+            "| label | values |",
+            "|--|--|",
+            "| `unit` | the units of the settings |",
+            "| `class` | the [classes](diagnosis.md) |",
+            *values,
+            "| `gpu` | index of a card |",
+            "| `incident` | 12 hexadecimal digits, as in the journal's `SGLANG_WATCHDOG_INCIDENT=` and `history` |",
+            "",
+        )
+    )
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
