@@ -22,8 +22,10 @@ from sglang_watchdog.host.unit_files import (
     intended_config,
     on_disk,
     operator_config,
+    shadowed_config,
 )
 from sglang_watchdog.host.unit_syntax import expand
+from waiting import wait_until
 
 UNIT = "sglang-big.service"
 SERVER = "/opt/venv/bin/python -m sglang.launch_server --model-path /m --tp 4"
@@ -157,6 +159,23 @@ class TestConfig:
         put_in_force(render(unit, STEPS_4, overrides=host.overrides))
         assert intended_config(host.loaded()) == STEPS_4
         assert operator_config(host.loaded()) == SpeculationConfig.of(STEPS_10.split())
+
+    def test_a_drop_in_that_sets_the_command_shadows_a_unit_file_that_was_changed_later(self, host: Host) -> None:
+        drop_in = host.etc / f"{UNIT}.d" / "10-tuned.conf"
+        host.unit(f"{SERVER} {STEPS_10}")
+        host.write(drop_in, f"[Service]\nExecStart=\nExecStart={SERVER} {STEPS_10.replace('10', '4')}\n")
+        assert shadowed_config(host.loaded()) is None  # the drop-in is the last word
+
+        def changed_later() -> bool:
+            host.unit(f"{SERVER} {STEPS_10}")
+            return os.stat(host.etc / UNIT).st_ctime > os.stat(drop_in).st_ctime
+
+        wait_until(changed_later, 30, "the file's change time is newer than the drop-in's")
+        found = shadowed_config(host.loaded())
+        assert found is not None
+        assert (found.drop_in, found.asked.steps) == (str(drop_in), 10)
+        host.write(drop_in, "[Service]\nNice=5\n")
+        assert shadowed_config(host.loaded()) is None
 
     def test_a_command_that_only_systemd_can_resolve_is_not_guessed(self, host: Host) -> None:
         host.write(host.etc / UNIT, f"[Service]\nExecStart={SERVER} --log %d/log\n")

@@ -96,6 +96,7 @@ class Inquest:
                 on_disk=unit_files.definition_on_disk(snapshot),
                 disk_changed=_disk_changed(snapshot),
                 intended=self._intended(snapshot),
+                shadowed=unit_files.shadowed_config(snapshot, self.managed),
                 surprise_told=launch.surprise_told,
                 known_good=known_good[0].config if known_good else None,
                 has_ledger=True,

@@ -1,12 +1,14 @@
 """A launch that ran another definition than the one on disk."""
 
+from dataclasses import replace
+
 import pytest
 
 from journal_lines import UNIT, LaunchLog
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.effective import implied_draft_tokens, speculation_of
 from sglang_watchdog.domain.failure import FailureClass as Class
-from sglang_watchdog.domain.launch import Definition, Launch
+from sglang_watchdog.domain.launch import Definition, Launch, Shadowed
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 
@@ -141,3 +143,15 @@ def test_the_same_bytes_written_again_ask_for_no_reload(bytes_on_disk: str, said
     answer = log.diagnosis(unit=unit, loaded=loaded, on_disk=on_disk)
     assert answer.failure is Class.KV_CACHE_OOM
     assert ("daemon-reload" in " ".join(answer.advice)) is said
+
+
+def test_a_drop_in_that_shadows_the_unit_file_is_named() -> None:
+    log = LaunchLog().ready()
+    facts = live(log, ran=5, wanted=5, changed_before=True)
+    shadowed = Shadowed("/etc/systemd/system/sglang.service.d/10.conf", SpeculationConfig.of(argv(10)), 1.0)
+    answer = log.diagnosis(**facts, shadowed=shadowed)
+    assert answer.failure is Class.STALE_UNIT_FILE
+    assert "file, which /etc/systemd/system/sglang.service.d/10.conf shadows, asks for steps 10" in answer.summary
+    assert "reload does not help" in answer.advice[0]
+    assert log.diagnosis(**facts, shadowed=replace(shadowed, changed=log.now)).failure is not Class.STALE_UNIT_FILE
+    assert log.diagnosis(**facts).failure is not Class.STALE_UNIT_FILE

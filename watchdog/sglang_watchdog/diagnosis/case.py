@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.timeline import Timeline
 from sglang_watchdog.domain.gpu import GpuAnswer
-from sglang_watchdog.domain.launch import Definition, Launch, MemoryFigures
+from sglang_watchdog.domain.launch import Definition, Launch, MemoryFigures, Shadowed
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 
@@ -35,6 +35,7 @@ class Case:
     on_disk: Definition | None = None  # now
     disk_changed: float | None = None  # when the definition on disk last changed, Unix seconds
     intended: SpeculationConfig | None = None  # what the definition on disk asks for now
+    shadowed: Shadowed | None = None
     surprise_told: bool = False  # that it runs an old definition was reported while it served
     known_good: SpeculationConfig | None = None
     has_ledger: bool = False

@@ -31,6 +31,7 @@ class Difference:
     less_wanted: bool  # the definition asks for less speculation than ran
     from_start: bool | None
     evidence: tuple[Evidence, ...]
+    shadowing: str = ""  # the drop-in that undoes what the unit file asks for
 
 
 def stale(case: Case, verdict: Verdict, ran: Speculation) -> Verdict | None:
@@ -57,10 +58,11 @@ def _verdict(difference: Difference, verdict: Verdict, begin: str) -> Verdict:
     return Verdict(
         Class.STALE_UNIT_FILE,
         0.9 if sure else 0.7,
-        f"{begin}: this launch ran {difference.ran}, while the unit's definition asks for {difference.wanted}. "
+        f"{begin}: this launch ran {difference.ran}, while the unit's {_asker(difference)} asks for "
+        f"{difference.wanted}. "
         f"{difference.wanted.capitalize()} has not been tried by it.",
         evidence=(*difference.evidence, *verdict.evidence),
-        advice=("Run `systemctl daemon-reload`, then restart the unit; do not judge the new settings by this launch.",),
+        advice=(_what_to_do(difference),),
         ruled_out=(
             *verdict.ruled_out,
             RuledOut(verdict.failure, "that is how this launch ended, but it was not running what was meant"),
@@ -70,9 +72,24 @@ def _verdict(difference: Difference, verdict: Verdict, begin: str) -> Verdict:
     )
 
 
+def _asker(difference: Difference) -> str:
+    return f"file, which {difference.shadowing} shadows," if difference.shadowing else "definition"
+
+
+def _what_to_do(difference: Difference) -> str:
+    if difference.shadowing:
+        return (
+            f"Take ExecStart= out of {difference.shadowing} or change it there: a reload does not help while it "
+            "shadows the unit file. Do not judge the new settings by this launch."
+        )
+    return "Run `systemctl daemon-reload`, then restart the unit; do not judge the new settings by this launch."
+
+
 def stale_advice(case: Case, ran: Speculation) -> tuple[str, ...]:
     """For an end that staleness does not explain."""
     difference = difference_of(case, ran)
+    if difference and difference.shadowing:
+        return (f"The unit file asks for {difference.wanted}, but {difference.shadowing} shadows it.",)
     if difference:
         return (
             f"The unit's definition asks for {difference.wanted}; this launch ran {difference.ran}. The next start "
@@ -88,15 +105,37 @@ def difference_of(case: Case, ran: Speculation) -> Difference | None:
     if wanted is None or ran.on is None:
         return None
     if not _differ(wanted, ran):
-        return None
-    steps = wanted.steps if wanted.speculates or wanted.flags else 0
+        return _shadowed(case, ran)
     return Difference(
         ran=ran.describe(),
         wanted=wanted.describe() if wanted.flags else "no speculation",
-        less_wanted=(steps or 0) < (ran.steps or (ran.draft_tokens or 1) - 1),
+        less_wanted=_less(wanted, ran),
         from_start=_from_start(case),
         evidence=_evidence(case, ran, wanted),
     )
+
+
+def _shadowed(case: Case, ran: Speculation) -> Difference | None:
+    """What ran is what the definition as a whole asks for; but the unit file was changed, and a drop-in undid that."""
+    shadowed = case.shadowed
+    if shadowed is None or not _differ(shadowed.asked, ran):
+        return None
+    began = case.launch.started if case.launch else case.timeline.began
+    asks = shadowed.asked.describe() if shadowed.asked.flags else "no speculation"
+    text = f"{shadowed.drop_in} sets ExecStart= and shadows the unit file, which asks for {asks}"
+    return Difference(
+        ran=ran.describe(),
+        wanted=asks,
+        less_wanted=_less(shadowed.asked, ran),
+        from_start=shadowed.changed <= began,
+        evidence=(Evidence(Source.FILE, text, shadowed.changed),),
+        shadowing=shadowed.drop_in,
+    )
+
+
+def _less(wanted: SpeculationConfig, ran: Speculation) -> bool:
+    steps = wanted.steps if wanted.speculates or wanted.flags else 0
+    return (steps or 0) < (ran.steps or (ran.draft_tokens or 1) - 1)
 
 
 def _loaded_now(unit: UnitSnapshot | None) -> SpeculationConfig | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_watchdog.domain.gpu import GpuReading
+from sglang_watchdog.domain.speculation import SpeculationConfig
 
 
 class Phase(StrEnum):
@@ -60,6 +61,16 @@ class Definition:
         """Paths that were added, removed or changed between the two."""
         paths = sorted({*self.digests, *other.digests})
         return tuple(p for p in paths if self.digests.get(p) != other.digests.get(p))
+
+
+@dataclass(frozen=True, slots=True)
+class Shadowed:
+    """The unit file was changed in vain: `drop_in` sets another command, and was there before. `asked` is what the file
+    alone asks for, `changed` when it came to (Unix seconds)."""
+
+    drop_in: str
+    asked: SpeculationConfig
+    changed: float
 
 
 @dataclass(frozen=True, slots=True)

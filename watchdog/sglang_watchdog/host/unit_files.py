@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_watchdog.domain.launch import Definition
+from sglang_watchdog.domain.launch import Definition, Shadowed
 from sglang_watchdog.domain.secrets import redact_argv
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
@@ -111,6 +111,29 @@ def operator_config(
 ) -> SpeculationConfig | None:
     """As `intended_config`, without our override: what the operator's own files ask for."""
     return _config(on_disk(snapshot, own=False, overrides=overrides), managed)
+
+
+def shadowed_config(snapshot: UnitSnapshot, managed: frozenset[str] = frozenset()) -> Shadowed | None:
+    """What the unit file asks for, where it was changed after a drop-in of the operator that sets another command.
+    None where no drop-in does, where both come to the same, and where one of them cannot be known from the files."""
+    disk = on_disk(snapshot, own=False)
+    shadowing = [path for path in disk.drop_ins if any(key == "ExecStart" for key, _ in _assigned(path))]
+    if not disk.fragment or not shadowing:
+        return None
+    alone = _Service(snapshot.name, None)
+    alone.read(_text(disk.fragment))
+    asked, effective = _config(alone.result(disk.fragment, ()), managed), _config(disk, managed)
+    if asked is None or effective is None or asked.same_as(effective):
+        return None
+    try:
+        changed, shadowed_since = os.stat(disk.fragment).st_ctime, os.stat(shadowing[-1]).st_ctime
+    except OSError:
+        return None
+    return Shadowed(shadowing[-1], asked, changed) if changed > shadowed_since else None
+
+
+def _assigned(path: str) -> list[tuple[str, str]]:
+    return list(assignments(_text(path), "Service"))
 
 
 def _config(disk: ServiceOnDisk, managed: frozenset[str]) -> SpeculationConfig | None:
