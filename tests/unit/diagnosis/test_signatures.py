@@ -59,3 +59,11 @@ def test_a_range_of_releases_that_is_none_is_a_mistake() -> None:
     assert ReleaseRange.parse("all") == ReleaseRange()
     with pytest.raises(ValueError, match="no range"):
         ReleaseRange.parse("0.5.9")
+
+
+def test_a_line_of_a_shape_that_held_no_needle_is_still_looked_at_for_needles_with_digits() -> None:
+    index = catalog().of(Source.SGLANG)
+    assert index.matches("OSError: [Errno 11] Cannot allocate memory") == []
+    assert index.matches("OSError: [Errno 11] Cannot allocate memory") == []
+    (match,) = index.matches("OSError: [Errno 12] Cannot allocate memory")
+    assert match[0].means is Meaning.HOST_ALLOCATION

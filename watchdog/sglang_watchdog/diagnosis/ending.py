@@ -108,7 +108,28 @@ def _asked(ending: Ending) -> Verdict:
     client = ending.timeline.word(Word.CLIENT_KILL)
     if client and not ending.stopping:
         return client_kill(ending, client)
-    return _requested(ending)
+    silent = _silent_before(ending)
+    return _restarted_for_silence(ending, silent) if silent else _requested(ending)
+
+
+def _silent_before(ending: Ending) -> Hit | None:
+    """The server's last word before the stop was that it gives no answer: the stop is then meant for that."""
+    asked = ending.asked_order or 0
+    hits = [h for h in ending.timeline.hits if h.means is Meaning.NO_PROGRESS and h.order < asked]
+    return hits[-1] if hits and ending.timeline.alive <= hits[-1].time else None
+
+
+def _restarted_for_silence(ending: Ending, silent: Hit) -> Verdict:
+    seen = [ending.stopping] if ending.stopping else []
+    return Verdict(
+        Class.UNRESPONSIVE,
+        0.65,
+        "The server had stopped answering, and was stopped or restarted for that: it generated nothing between its "
+        "failed health check and the stop.",
+        evidence=(of_hit(silent), *map(of_said, seen), *ending.proofs()),
+        advice=("Look at what it was doing before it fell silent; the stop itself is no failure.",),
+        ruled_out=(RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop state timed out"),),
+    )
 
 
 def _stop_timed_out(ending: Ending) -> Said | None:

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from sglang_watchdog.diagnosis.case import Case, HeldMemory
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.effective import argv_of, server_args_of
+from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.domain.evidence import Evidence, Source
 from sglang_watchdog.domain.gpu import GpuReading
+from sglang_watchdog.domain.launch import Phase
 
 _GIB = 1 << 30
 # An idle card is not at 0: the driver reserves some, and each context takes half a GiB beside what it allocates.
 _NOT_WORTH_BYTES = _GIB
 _NOT_WORTH_SHARE = 0.1
 _TOLERANCE_GIB = 1.5
+_NOT_WORTH_LISTED = 4.0  # GiB; a desktop or a small neighbour holds less
 _IN_USE = re.compile(r"Process (?P<pid>\d+) has (?P<held>\d+(?:\.\d+)? [KMG]iB) memory in use")
 _UNITS = {"KiB": 1 / 2**20, "MiB": 1 / 1024, "GiB": 1.0}
 # SGLang's default of --chunked-prefill-size tells the least memory that the card has (GiB, as it counts them).
@@ -45,6 +48,7 @@ def _proofs(case: Case, cause: Cause) -> Iterator[Held]:
     yield from _recorded(case)
     clean = isinstance(case.gpu_before, GpuReading) and not any(_recorded(case))
     yield from _named(case, cause)
+    yield from _listed(case, cause)
     if not clean:
         yield from _short_of_total(case, cause)
         yield from _short_of_class(case)
@@ -107,6 +111,18 @@ def _named(case: Case, cause: Cause) -> Iterator[Held]:
         who = f"process {pid}"
         text = f"{who} had {gib:.1f} GiB of the card in use, and {missing:.2f} GiB were missing"
         yield Held(gib, who, None, Evidence(cause.source, text, cause.time), 0.9)
+
+
+def _listed(case: Case, cause: Cause) -> Iterator[Held]:
+    """Who was listed before the server had begun: by a start script, or by whoever kept the log."""
+    early = (Phase.UNKNOWN, Phase.STARTING)
+    for hit in case.timeline.hits:
+        if hit.means is not Meaning.HOLDER or hit.phase not in early or hit.order > cause.order:
+            continue
+        gib, pid = float(hit.groups["mib"]) / 1024, int(hit.groups["pid"])
+        if pid not in case.timeline.pids and gib >= _NOT_WORTH_LISTED:
+            who = f"process {pid} ({hit.groups['name'].strip()})"
+            yield Held(gib, who, None, Evidence(Source.SGLANG, hit.text, hit.time or None), 0.8)
 
 
 def _was_no_cause(pid: int, case: Case) -> bool:

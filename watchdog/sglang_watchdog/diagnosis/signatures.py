@@ -7,7 +7,7 @@ launch is decided elsewhere, from the phase and the frames in which it was seen.
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
@@ -23,6 +23,7 @@ class Meaning(StrEnum):
     KV_EXHAUSTED = "kv_exhausted"  # the pool ran out fatally while serving
     CUDA_OOM = "cuda_oom"
     UNBALANCED = "unbalanced"  # SGLang's check of free memory over the ranks
+    HOLDER = "holder"  # a list of who holds GPU memory: `pid`, `mib`
     HELD = "held"  # somebody says that GPU memory is held
     WEIGHTS_UNFIT = "weights_unfit"  # an engine says that the weights' buffer cannot be allocated
     HOST_ALLOCATION = "host_allocation"  # host memory refused, nothing killed
@@ -160,26 +161,46 @@ class Catalog:
         return Index.of(signature for signature in self.signatures if signature.source is source)
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
-    """Signatures by their needles, so that a line that holds none costs one look for each literal and no pattern."""
+Needles = tuple[tuple[str, Signature], ...]
+_DIGITS = dict.fromkeys(map(ord, "0123456789"))
+_MOST_SHAPES = 2048
+_LONGEST_SHAPE = 300  # characters
 
-    by_needle: tuple[tuple[str, Signature], ...]
+
+@dataclass(slots=True)
+class Index:
+    """Signatures by their needles, so that a line that holds none costs one look for each literal and no pattern.
+
+    Logs repeat themselves but for the figures. The shape of a line (itself without digits) that held no needle is kept,
+    so that the next line of that shape is looked at for the few needles with digits in them alone.
+    """
+
+    plain: Needles
+    numbered: Needles
+    _silent: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, signatures: Iterable[Signature]) -> "Index":
-        return cls(tuple((needle, signature) for signature in signatures for needle in signature.needles))
+        pairs = [(needle, signature) for signature in signatures for needle in signature.needles]
+        numbered = tuple(pair for pair in pairs if any(char.isdigit() for char in pair[0]))
+        return cls(tuple(pair for pair in pairs if pair not in numbered), numbered)
 
     def matches(self, text: str) -> list[tuple[Signature, re.Match[str]]]:
         """What matches. Where a benign wording does, that one alone: such a line is looked at no further."""
-        found: dict[str, tuple[Signature, re.Match[str]]] = {}
-        for needle, signature in self.by_needle:
-            if needle in text and signature.id not in found:
-                match = signature.pattern.search(text)
-                if match:
-                    found[signature.id] = (signature, match)
-        benign = [pair for pair in found.values() if pair[0].means is Meaning.BENIGN]
-        return benign[:1] or list(found.values())
+        held = [signature for needle, signature in self.numbered if needle in text]
+        shape = text[: _LONGEST_SHAPE + 1].translate(_DIGITS)
+        if shape not in self._silent:
+            told = [signature for needle, signature in self.plain if needle in text]
+            if not told and len(text) <= _LONGEST_SHAPE and len(self._silent) < _MOST_SHAPES:
+                self._silent.add(shape)
+            held += told
+        return _matching(held, text) if held else []
+
+
+def _matching(signatures: list[Signature], text: str) -> list[tuple[Signature, re.Match[str]]]:
+    found = {signature.id: (signature, match) for signature in signatures if (match := signature.pattern.search(text))}
+    benign = [pair for pair in found.values() if pair[0].means is Meaning.BENIGN]
+    return benign[:1] or list(found.values())
 
 
 @cache
