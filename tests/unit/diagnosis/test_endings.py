@@ -203,3 +203,13 @@ def test_an_exception_that_is_the_last_thing_said_ended_a_launch_of_which_system
     answer = log.diagnosis()
     assert answer.failure is Class.SOFTWARE_EXCEPTION
     assert "KeyError: 'sweep'" in answer.summary
+
+
+@pytest.mark.parametrize(
+    ("refused", "helps"),
+    [("argument --speculative-algorithm: invalid choice: 'EAGLE4'", None), ("unrecognized arguments: --tpp 4", False)],
+)
+def test_a_refusal_that_names_speculation_may_be_cured_by_going_back(refused: str, helps: bool | None) -> None:
+    log = LaunchLog().started().sglang(f"sglang serve: error: {refused}", pid=500).ended("exited", "2", "exit-code")
+    assert log.diagnosis().failure is Class.BAD_ARGUMENTS
+    assert log.diagnosis().rollback_helps is helps

@@ -12,6 +12,8 @@ from sglang_watchdog.domain.speculation import SPECULATIVE_PREFIX, Flag, Specula
 _DEPENDS = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.WEIGHTS_OOM, Class.RUNTIME_CUDA_OOM})
 _POOLS = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.RUNTIME_CUDA_OOM})
 _SOFTWARE = frozenset({Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR, Class.SEGFAULT, Class.BAD_ARGUMENTS})
+# A refusal that names them may be of the flags alone, or of what they are for.
+_NAMES_OF_SPECULATION = ("--speculative-", "Speculative decoding")
 _UNCERTAIN = frozenset({Class.UNKNOWN, Class.UNRESPONSIVE, Class.INTERNAL_WATCHDOG_HANG})
 
 
@@ -47,7 +49,9 @@ def _would_help(case: Case, verdict: Verdict, speculation: Speculation) -> bool 
     if verdict.failure in _SOFTWARE:
         if cause and cause.in_speculation:
             return True
-        return None if verdict.failure is not Class.BAD_ARGUMENTS and speculation.on is not False else False
+        if verdict.failure is Class.BAD_ARGUMENTS:
+            return None if cause and any(name in cause.text for name in _NAMES_OF_SPECULATION) else False
+        return None if speculation.on is not False else False
     return None if verdict.failure in _UNCERTAIN else False
 
 
