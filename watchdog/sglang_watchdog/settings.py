@@ -8,6 +8,7 @@ import difflib
 import ipaddress
 import json
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -326,6 +327,43 @@ def reference() -> str:
         '[units."sglang.service"]\nact = true   # without it the unit is only observed\n```\n'
     )
     return "\n".join([intro, *(_section(heading, model) for heading, model in _SECTIONS)])
+
+
+def template() -> str:
+    """config.toml as it is installed: nothing is watched, and every setting of a unit stands there as a comment."""
+    unit = '[units."sglang.service"]'
+    return "\n".join(
+        [
+            "# Settings of sglang-watchdog, see sglang-watchdog.toml(5). All are comments here, with their defaults.",
+            "# `sglang-watchdog setup` finds the SGLang units of this host and has them observed (config.d/).",
+            "# After a change: sglang-watchdog check-config && systemctl restart sglang-watchdog",
+            "",
+            *_commented(Settings, ""),
+            *_commented(Metrics, "[metrics]"),
+            *_commented(UnitSettings, unit),
+        ]
+    )
+
+
+def _commented(model: type[_Table], heading: str) -> Iterator[str]:
+    if heading:
+        yield f"# {heading}"
+    for name, field in model.model_fields.items():
+        if _extra(field):
+            yield from textwrap.wrap(
+                _said(field), 110, initial_indent="## ", subsequent_indent="## ", break_on_hyphens=False
+            )
+            yield f"# {name} = {_example(field)}"
+    yield ""
+
+
+def _said(field: FieldInfo) -> str:
+    unit = _extra(field)["unit"]
+    return f"{field.description}{f' In {unit}.' if unit else ''} Allowed: {_allowed(field)}."
+
+
+def _example(field: FieldInfo) -> str:
+    return '""' if field.default is None else _shown(_plain(field))
 
 
 def _section(heading: str, model: type[_Table]) -> str:

@@ -2,7 +2,7 @@
 
 import typer
 
-from sglang_watchdog.cli import check_config, diagnose, history, operate, run, status
+from sglang_watchdog.cli import check_config, diagnose, history, operate, run, setup, status
 
 app = typer.Typer(
     name="sglang-watchdog",
@@ -23,4 +23,5 @@ app.command("rollback")(operate.rollback)
 app.command("mark-good")(operate.mark_good)
 app.command("forget")(operate.forget)
 app.command("hand-back")(run.hand_back)
+app.command("setup")(setup.setup)
 app.command("check-config")(check_config.check_config)

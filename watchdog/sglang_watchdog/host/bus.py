@@ -86,6 +86,13 @@ class Systemd:
         job_id, job_path = general.get(b"Job", (0, b"/"))
         return _snapshot(unit, general, service, self._job_type(job_path) if job_id else "")
 
+    def services(self) -> tuple[str, ...]:
+        """Names of all services that systemd knows, loaded or lying on disk; no templates, no aliases."""
+        files = (path.rsplit(b"/", 1)[-1] for path, state in self._manager(b"ListUnitFiles", b"") if state != b"alias")
+        loaded = (row[0] for row in self._manager(b"ListUnits", b""))
+        names = {name.decode(errors="surrogateescape") for name in (*files, *loaded)}
+        return tuple(sorted(name for name in names if name.endswith(".service") and "@." not in name))
+
     def ref(self, unit: str) -> None:
         """Keeps the unit loaded as long as this connection lives, so that Result and InvocationID of a stopped,
         not enabled unit are not forgotten."""
