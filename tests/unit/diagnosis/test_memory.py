@@ -276,3 +276,31 @@ def test_a_wording_that_a_known_release_does_not_print_is_not_its_own() -> None:
 def test_a_log_that_does_not_tell_its_release_is_read_with_the_wordings_of_all() -> None:
     answer = LaunchLog().sglang(TRACEBACK, NO_POOL).diagnosis()
     assert "SGLang's release cannot be told from this log" in answer.advice[-1]
+
+
+SPECULATING = HYBRID.format(fraction=0.85, algorithm="'EAGLE'", steps=3, tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("frame", "helps"),
+    [
+        ('managers/mm_utils.py", line 411, in general_mm_embed_routine', None),
+        ('speculative/eagle_worker.py", line 9, in draft', True),
+    ],
+)
+def test_what_ran_out_at_work_is_cured_by_less_speculation_where_that_is_what_ran(
+    frame: str, helps: bool | None
+) -> None:
+    log = LaunchLog().started().sglang(SPECULATING, "The server is fired up and ready to roll!")
+    log.raises(OOM, 'managers/scheduler.py", line 1108, in event_loop_overlap', frame).ended()
+    answer = log.diagnosis()
+    assert answer.failure is Class.RUNTIME_CUDA_OOM
+    assert answer.rollback_helps is helps
+
+
+def test_weights_that_exceed_the_fraction_without_figures_may_be_the_draft_s_or_not() -> None:
+    text = (
+        "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.3. Raise "
+        "--mem-fraction-static above 0.320 (minimum viable = 1 - available/pre = 0.3198)."
+    )
+    assert LaunchLog().started().sglang(SPECULATING).raises(text).ended().diagnosis().rollback_helps is None

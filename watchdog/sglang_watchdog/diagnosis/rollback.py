@@ -1,9 +1,10 @@
 """Whether going back to less or no speculation would have avoided the end. None where that cannot be known."""
 
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.effective import Speculation, argv_of, releases_of, server_args_of
-from sglang_watchdog.diagnosis.memory_fit import budget_of
+from sglang_watchdog.diagnosis.causes import Cause
+from sglang_watchdog.diagnosis.effective import Speculation, argv_of
 from sglang_watchdog.diagnosis.progress import Worker
+from sglang_watchdog.diagnosis.shortage import budget_in
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.verdict import Verdict
 from sglang_watchdog.domain.failure import FailureClass as Class
@@ -65,6 +66,21 @@ def _memory(case: Case, verdict: Verdict, speculation: Speculation) -> bool | No
         return None
     if not speculation.on:
         return False
-    budget = budget_of(case.timeline.memory, server_args_of(case), releases_of(case))
+    if _is_of_other_code(cause) or _is_of_weights(cause, case):
+        return None
+    budget = budget_in(case)
     target_alone_exceeds = budget is not None and not budget.fits_without_draft
     return not (verdict.failure is Class.KV_CACHE_OOM and target_alone_exceeds)
+
+
+def _is_of_other_code(cause: Cause | None) -> bool:
+    """It ran out at work, and not in the code of speculation: less of that may leave enough, or not."""
+    if cause is None or cause.failure is not Class.RUNTIME_CUDA_OOM or cause.hit is None:
+        return False
+    return bool(cause.hit.frames) and not cause.in_speculation
+
+
+def _is_of_weights(cause: Cause | None, case: Case) -> bool:
+    """The weights exceed the fraction by SGLang's own words, and no figure tells how many of them are the draft's."""
+    groups = cause.hit.groups if cause and cause.hit else {}
+    return "viable" in groups and float(groups["fraction"]) < float(groups["viable"]) and budget_in(case) is None
