@@ -207,7 +207,7 @@ def _held(reading: GpuReading, verdicts: Verdicts, own: set[int]) -> tuple[HeldM
             ownership = verdicts.get(holder.pid) if holder.pid is not None else None
             who = f"process {holder.pid}" if holder.pid is not None else "a process that NVML cannot name"
             ours = ownership is not None and ownership.owner is Owner.OURS
-            found.append(HeldMemory(gpu.index, holder.used_bytes, who, ours))
+            found.append(HeldMemory(gpu.index, holder.used_bytes, who, ours, holder.pid))
     return tuple(found)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from journal_lines import TRACEBACK, UNIT, LaunchLog
+from journal_lines import SCHEDULER_PID, TRACEBACK, UNIT, LaunchLog
 from sglang_watchdog.diagnosis.case import HeldMemory
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading
@@ -304,3 +304,10 @@ def test_weights_that_exceed_the_fraction_without_figures_may_be_the_draft_s_or_
         "--mem-fraction-static above 0.320 (minimum viable = 1 - available/pre = 0.3198)."
     )
     assert LaunchLog().started().sglang(SPECULATING).raises(text).ended().diagnosis().rollback_helps is None
+
+
+def test_a_rank_of_the_launch_itself_is_nobody_who_held_memory_before_it() -> None:
+    log = launch(before=53.0, after=23.0).raises(NO_POOL).ended()
+    own, other = (HeldMemory(0, 40 * GIB, f"process {pid}", ours=False, pid=pid) for pid in (SCHEDULER_PID, 4711))
+    assert log.diagnosis(gpu_before=clean_cards(), held_before=(own,)).failure is Class.KV_CACHE_OOM
+    assert log.diagnosis(gpu_before=clean_cards(), held_before=(other,)).failure is Class.GPU_MEMORY_HELD

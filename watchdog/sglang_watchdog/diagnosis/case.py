@@ -18,6 +18,7 @@ class HeldMemory:
     held_bytes: int
     who: str
     ours: bool
+    pid: int | None = None  # None where NVML cannot name the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from sglang_watchdog.diagnosis import shortage
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.effective import Speculation
-from sglang_watchdog.diagnosis.held import Held
+from sglang_watchdog.diagnosis.held import Held, held_by_others
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.verdict import Verdict, of_cause
@@ -87,7 +87,7 @@ def _held_by_word(case: Case, cause: Cause) -> Verdict:
 
 def _holders(case: Case) -> str:
     """Who held more than a context's worth of a card before the launch began, and whose that is."""
-    big = [held for held in case.held_before if held.held_bytes >= _WORTH_NAMING]
+    big = [held for held in held_by_others(case) if held.held_bytes >= _WORTH_NAMING]
     return ", ".join(
         f"{'a left-over of this unit, ' * held.ours}{held.who} ({held.held_bytes / 2**30:.1f} GiB of GPU {held.gpu})"
         for held in big

@@ -56,7 +56,7 @@ def _proofs(case: Case, cause: Cause) -> Iterator[Held]:
 
 def _recorded(case: Case) -> Iterator[Held]:
     """NVML just before the start."""
-    holders = [holder for holder in case.held_before if _met(holder, case) and _counts(holder, case)]
+    holders = [holder for holder in held_by_others(case) if _met(holder, case) and _counts(holder, case)]
     held_bytes = sum(holder.held_bytes for holder in holders)
     if held_bytes >= _NOT_WORTH_BYTES:
         who = ", ".join(dict.fromkeys(holder.who for holder in holders))
@@ -66,6 +66,13 @@ def _recorded(case: Case) -> Iterator[Held]:
         yield Held(held_bytes / _GIB, who, ours, Evidence(Source.NVML, text, time), 0.95)
     elif isinstance(case.gpu_before, GpuReading) and not case.held_before:
         yield from _unaccounted(case.gpu_before)
+
+
+def held_by_others(case: Case) -> list[HeldMemory]:
+    """What was held before the launch, without what turned out to be its own: a rank may have been on the card already
+    when that was looked at, and not yet known for one."""
+    recorded = {process.id.pid for process in case.launch.processes} if case.launch else set()
+    return [held for held in case.held_before if held.pid not in case.timeline.pids | recorded]
 
 
 def _met(holder: HeldMemory, case: Case) -> bool:
@@ -83,7 +90,7 @@ def _counts(holder: HeldMemory, case: Case) -> bool:
     when the known-good config was proven did not; without such a proof one that takes a tenth of the card does."""
     if holder.ours:
         return True
-    others = sum(held.held_bytes for held in case.held_before if held.gpu == holder.gpu and not held.ours)
+    others = sum(held.held_bytes for held in held_by_others(case) if held.gpu == holder.gpu and not held.ours)
     if case.held_when_proven is not None:
         return others - case.held_when_proven.get(holder.gpu, 0) >= _NOT_WORTH_BYTES
     gpus = case.gpu_before.gpus if isinstance(case.gpu_before, GpuReading) else ()
