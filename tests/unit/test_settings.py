@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sglang_watchdog.cli.check_config import check_config, summary
 from sglang_watchdog.domain.errors import UnusableInput
-from sglang_watchdog.settings import Metrics, Settings, UnitSettings, load, reference
+from sglang_watchdog.settings import HookSettings, Metrics, Settings, UnitSettings, load, reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 UNIT = '[units."sglang.service"]\n'
@@ -50,6 +50,12 @@ def test_every_setting_can_be_given(config: Path) -> None:
         runtime_dir = "/srv/run"
         log_level = "debug"
         metrics = { address = "::1", port = 0, certificate = "/c.pem", key = "/k.pem", client_ca = "/ca.pem" }
+        [hooks]
+        command = ["/opt/hook", "--quiet"]
+        webhook = "https://hooks.example/alerts?key=1"
+        webhook_token_file = "/etc/sglang-watchdog/token"
+        timeout = 5
+        retries = 0
         [units."sglang@qwen.service"]
         act = true
         url = "http://127.0.0.1:30000/"
@@ -76,7 +82,9 @@ def test_every_setting_can_be_given(config: Path) -> None:
     assert unit.managed_flags == {"--mem-fraction-static", "--max-total-tokens"}
     assert (unit.soak, unit.start_deadline) == (30.0, 10.5)
     assert (unit.rollbacks, unit.rollback_window, unit.rollbacks_per_day, unit.cool_down) == (1, 60.0, 2, 0.0)
-    given = {"state_dir", "runtime_dir", "log_level", "metrics", "units"}
+    assert settings.hooks.command == ("/opt/hook", "--quiet")
+    assert {*settings.hooks.model_fields_set} == set(HookSettings.model_fields)
+    given = {"state_dir", "runtime_dir", "log_level", "metrics", "hooks", "units"}
     assert given == set(Settings.model_fields), "a new setting is to be tried here too"
     assert {*unit.model_fields_set} == set(UnitSettings.model_fields)
 
@@ -116,6 +124,8 @@ def test_settings_cannot_be_changed(config: Path) -> None:
         ("units = 1", "units: found 1; allowed is a table."),
         ("metrics = { port = 70000 }", "metrics.port: found 70000; allowed is a whole number from 0 to 65535."),
         ('metrics = { address = "host" }', 'metrics.address: found "host"; allowed is an IP address in quotes.'),
+        ('hooks = { command = ["hook"] }', "hooks.command: found"),
+        ('hooks = { webhook = "https://me:q7pw@h/" }', "webhook: found a value that is not shown; allowed"),
         ('metrics = { key = "/k" }', "metrics: certificate and key belong together."),
         ('metrics = { client_ca = "/c" }', "metrics: client_ca needs certificate and key."),
         ('log_level = "loud"', 'log_level: found "loud"; allowed is one of "debug"'),
@@ -159,10 +169,10 @@ def test_a_file_that_cannot_be_read_is_named(config: Path) -> None:
     assert errors_of(config) == [f"{config}: is not UTF-8 text (byte 5), so it is no TOML."]
 
 
-@pytest.mark.parametrize("model", [Settings, Metrics, UnitSettings], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [Settings, Metrics, HookSettings, UnitSettings], ids=lambda model: model.__name__)
 def test_every_setting_says_what_is_allowed_and_why(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
-        if name not in ("units", "metrics"):
+        if name not in ("units", "metrics", "hooks"):
             assert field.description, name
             assert isinstance(field.json_schema_extra, dict), name
             assert field.json_schema_extra["allowed"], name

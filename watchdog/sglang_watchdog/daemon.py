@@ -16,6 +16,7 @@ from sglang_watchdog.control import ControlServer, Json
 from sglang_watchdog.diagnosis.entries import entry_or_none
 from sglang_watchdog.domain.errors import BusError, BusLost, LedgerError, UnusableInput, WatchdogError
 from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading
+from sglang_watchdog.domain.incident import Outcome
 from sglang_watchdog.domain.ownership import Owner, Ownership
 from sglang_watchdog.hand_back import hand_back
 from sglang_watchdog.host.bus import HintKind, SignalFeed, Systemd
@@ -26,6 +27,7 @@ from sglang_watchdog.host.lock import only_one
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.reporting import alerts
+from sglang_watchdog.reporting.hooks import Event, Hooks
 from sglang_watchdog.reporting.metrics import Metrics, Sense, Tls
 from sglang_watchdog.settings import Metrics as MetricsSettings
 from sglang_watchdog.settings import Settings
@@ -50,6 +52,7 @@ class Daemon:
         self._settings = settings
         self._version = version("sglang-watchdog")
         self._metrics = Metrics(tuple(sorted(settings.units)), self._version, _tell_blind)
+        self._hooks = Hooks(settings.hooks, self._metrics)
         self._systemd = Systemd()
         self._probe = ProbeWorker()
         self._watchers: dict[str, UnitWatcher] = {}
@@ -70,12 +73,14 @@ class Daemon:
             SystemClock(),
             ledger,
             self._metrics,
+            self._hooks,
             self._settings.state_dir,
             may_act,
         )
         self._serve_metrics()
         control = ControlServer(self, self._settings.runtime_dir)
         await control.start()
+        self._hooks.start()
         stop = _stop_requested()
         feeding = asyncio.create_task(self._feed_systemd())
         try:
@@ -85,6 +90,7 @@ class Daemon:
             feeding.cancel()
             pystemd.daemon.notify(False, stopping=1)
             self._hand_back_all(ledger)
+            await self._hooks.close()
             await control.stop()
             await self._probe.close()
             ledger.close()
@@ -187,6 +193,9 @@ class Daemon:
             systemd.open()
             for incident in incidents:
                 log.info("handing back", sentence=hand_back(incident, ledger, systemd))
+                for now in ledger.incidents(incident.unit, 1):
+                    if now.id == incident.id and now.outcome is not Outcome.OPEN:
+                        self._hooks.tell(Event.CLOSED, now)
         except WatchdogError as error:
             # OnFailure= runs hand-back, which tries again.
             raise SystemExit(f"could not hand back: {error}") from error

@@ -28,6 +28,7 @@ from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
 from sglang_watchdog.recovery.executor import Executor, OwnJobs, Paused, StepFailed, Task, Yielded
 from sglang_watchdog.reporting import alerts
+from sglang_watchdog.reporting.hooks import Event
 from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
 
@@ -146,6 +147,7 @@ class Incidents:
         if not plan.steps:
             self._close(incident, Outcome.REPORTED, plan.reason)
             return
+        self._parts.hooks.tell(Event.OPENED, incident)
         await self._recover(incident, Failed(launch.argv, launch.restarts, launch.gpu_before))
 
     def _recorded(self, launch: LaunchWatch, diagnosis: Diagnosis) -> Incident | None:
@@ -318,5 +320,6 @@ class Incidents:
     def _close(self, incident: Incident, outcome: Outcome, reason: str) -> None:
         closed = self._parts.ledger.close_incident(incident, outcome, reason)
         self._parts.metrics.closed(closed)
+        self._parts.hooks.tell(Event.CLOSED, closed)
         if outcome is not Outcome.REPORTED or incident.steps:
             alerts.send(alerts.closed(closed))

@@ -8,6 +8,7 @@ from sglang_watchdog.host.clock import Clock
 from sglang_watchdog.host.gpu import ProbeWorker
 from sglang_watchdog.host.journal import Journal
 from sglang_watchdog.ledger import Ledger
+from sglang_watchdog.reporting.hooks import Hooks
 from sglang_watchdog.reporting.metrics import Metrics
 
 
@@ -21,5 +22,6 @@ class Parts:
     clock: Clock
     ledger: Ledger
     metrics: Metrics
+    hooks: Hooks
     state_dir: Path
     may_act: bool = True

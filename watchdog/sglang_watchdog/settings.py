@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -45,6 +46,19 @@ def _url(url: str) -> str:
 def _address(address: str) -> str:
     ipaddress.ip_address(address)
     return address
+
+
+def _command(words: tuple[str, ...]) -> tuple[str, ...]:
+    if words and not words[0].startswith("/"):
+        raise ValueError
+    return words
+
+
+def _receiver(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.fragment:
+        raise ValueError
+    return url
 
 
 def _absolute(path: Path) -> Path:
@@ -116,6 +130,30 @@ class Metrics(_Table):
         if self.client_ca is not None and self.certificate is None:
             raise ValueError("client_ca needs certificate and key")
         return self
+
+
+class HookSettings(_Table):
+    """Told of each incident, beside journal and metrics: when a recovery begins, and when it is closed."""
+
+    command: Annotated[tuple[str, ...], AfterValidator(_command), Field(strict=False)] = _setting(
+        (),
+        "Gets the incident as JSON on its standard input, and in short in `SGLANG_WATCHDOG_*` variables. Runs in the "
+        "sandbox of the service, without network but loopback.",
+        "a list of words, the first an absolute path",
+    )
+    webhook: Annotated[str, AfterValidator(_receiver)] | None = _setting(
+        None,
+        "Gets the same JSON by POST. Is never logged whole. sglang-watchdog.service allows loopback only: another "
+        "address needs IPAddressAllow= in a drop-in.",
+        "http://HOST[:PORT]/PATH or https://…, without user and password",
+    )
+    webhook_token_file: AbsolutePath | None = _setting(
+        None, "File with a token for `Authorization: Bearer`, read for each delivery.", _A_PATH
+    )
+    timeout: Seconds = _setting(10.0, "For one try; what is not done by then is ended.", _SECONDS, "seconds")
+    retries: Annotated[int, Field(ge=0, le=10)] = _setting(
+        3, "After 1 s, 2 s, 4 s and so on. Then the incident is given up for this hook.", "a whole number from 0 to 10"
+    )
 
 
 class UnitSettings(_Table):
@@ -205,12 +243,14 @@ class Settings(_Table):
         'one of "debug", "info", "warning", "error"',
     )
     metrics: Metrics = Metrics()
+    hooks: HookSettings = HookSettings()
     units: dict[UnitName, UnitSettings] = Field(default_factory=dict)
 
 
 _SECTIONS: tuple[tuple[str, type[_Table]], ...] = (
     ("", Settings),
     ("[metrics]", Metrics),
+    ("[hooks]", HookSettings),
     ('[units."NAME.service"]', UnitSettings),
 )
 
@@ -274,7 +314,7 @@ def _complaint(error: ErrorDetails, key: Key) -> str:
     if field is None and error["type"] == "value_error":
         return f"{error['ctx']['error']}."  # of keys that do not go together
     allowed = _allowed(field) if field else "a table"
-    found = "a value that is not shown" if names_secret(key[-1]) else _shown(error["input"])
+    found = "a value that is not shown" if key[-1] == "webhook" or names_secret(key[-1]) else _shown(error["input"])
     return f"found {found}; allowed is {allowed}."
 
 
@@ -289,6 +329,8 @@ def _model_at(key: Key) -> type[_Table]:
     match key:
         case ("metrics",):
             return Metrics
+        case ("hooks",):
+            return HookSettings
         case ("units", _):
             return UnitSettings
         case _:

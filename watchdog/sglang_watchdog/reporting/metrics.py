@@ -49,6 +49,17 @@ _SENSES = {
 }
 
 
+class HookKind(StrEnum):
+    COMMAND = "command"
+    WEBHOOK = "webhook"
+
+
+class Delivery(StrEnum):
+    DELIVERED = "delivered"
+    FAILED = "failed"  # after the last retry
+    DROPPED = "dropped"  # too many were waiting
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """One line of the reference. `labels` are named in the order in which they are documented."""
@@ -130,6 +141,9 @@ class Metrics:
         self.spared = self._counter(
             "processes_spared", "Holders of GPU memory that were left alone while freeing", "unit"
         )
+        self.hook_deliveries = self._counter(
+            "hook_deliveries", "Incidents told to the operator's hooks; dropped where too many waited", "hook", "result"
+        )
         self._sight = {sense: self._gauge(sense.value, text) for sense, text in _SENSES.items()}
         self._blind: set[Sense] = set()
         self._info("build", "Version of the watchdog", told=("version",)).info({"version": version})
@@ -209,6 +223,9 @@ class Metrics:
                 self.gpu_used.labels(gpu.index).set(gpu.used_bytes)
 
     def _preset(self) -> None:
+        for hook in HookKind:
+            for result in Delivery:
+                self.hook_deliveries.labels(hook, result)
         for unit in self._units:
             self.launches.labels(unit)
             self.rollbacks.labels(unit)
@@ -264,6 +281,8 @@ _VALUES: dict[str, Iterable[str]] = {
     "state": ActiveState,
     "outcome": Outcome,
     "step": Step,
+    "hook": HookKind,
+    "result": Delivery,
 }
 
 
