@@ -19,7 +19,8 @@ from sglang_watchdog.settings import Settings, UnitSettings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCS = CHECKOUT / "docs"
-PAGES = (CHECKOUT / "README.md", CHECKOUT / "CHANGELOG.md", *sorted(DOCS.glob("*.md")))
+PAGES = (CHECKOUT / "README.md", CHECKOUT / "CHANGELOG.md", CHECKOUT / "SECURITY.md", *sorted(DOCS.rglob("*.md")))
+CLASSES = DOCS / "classes"
 ALERTS_AND_METRICS = DOCS / "alerts-and-metrics.md"
 COMMON_FIELDS = {"UNIT"}
 BESIDE_STEPS = {"plan", "withdraw", "pause", "resume"}
@@ -44,7 +45,7 @@ def anchors(page: Path) -> set[str]:
 # Links
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 def test_every_link_within_the_checkout_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     broken = [link for link in links if not link.startswith("http") and not leads_somewhere(page, link)]
@@ -70,9 +71,19 @@ def test_every_file_that_a_page_names_exists() -> None:
 # Diagnosis
 
 
-def test_every_class_has_a_section_and_nothing_else_has() -> None:
-    headings = re.findall(r"^### `(\w+)`$", (DOCS / "diagnosis.md").read_text(), flags=re.MULTILINE)
-    assert sorted(headings) == sorted(FailureClass)
+def test_every_class_has_a_page_and_nothing_else_has() -> None:
+    assert sorted(page.stem for page in CLASSES.glob("*.md")) == sorted(FailureClass)
+
+
+@pytest.mark.parametrize("failure", FailureClass)
+def test_the_page_of_a_class_says_what_one_sees_what_proves_it_what_is_done_and_what_to_do(
+    failure: FailureClass,
+) -> None:
+    page = (CLASSES / f"{failure}.md").read_text()
+    assert page.startswith(f"# `{failure}`\n")
+    parts = re.findall(r"^- \*\*([A-Z]\w+)\*\*: \S", page, flags=re.MULTILINE)
+    assert parts[:4] == ["Signs", "Proof", "Watchdog", "You"]
+    assert f"(classes/{failure}.md)" in (DOCS / "diagnosis.md").read_text()
 
 
 @pytest.mark.parametrize("failure", FailureClass)
