@@ -13,7 +13,7 @@ demo: setup ## the story of one bad deploy, live in the terminal: about a minute
 	@PYTHONPATH=tests $(PY) -m demo
 
 test: setup lint ## everything that needs no GPU and no real SGLang
-	@$(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real --ignore=tests/prometheus
+	@SOAK_STEPS=10000 $(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real --ignore=tests/prometheus
 
 lint: setup ## ruff and mypy
 	@.venv/bin/ruff check .
@@ -22,6 +22,9 @@ lint: setup ## ruff and mypy
 
 unit: setup ## the tests that need no lab host: seconds
 	@$(PY) -m pytest -q tests/unit
+
+soak: setup ## the rules under 200 000 random steps of a simulated host (SOAK_STEPS=… for more): a quarter of an hour
+	@SOAK_STEPS=$${SOAK_STEPS:-200000} $(PY) -m pytest -q --timeout=0 tests/unit/test_rules.py
 
 test-sglang: setup ## a real SGLang 0.5.16 on the CPU under the watchdog (2.3 GB, cached outside the checkout)
 	@packaging/sglang-env.sh
@@ -38,4 +41,4 @@ test-prometheus: setup ## rules, dashboard and alerts on Debian's Prometheus and
 wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
-.PHONY: help setup demo test lint unit test-sglang fuzz test-prometheus wheel
+.PHONY: help setup demo test lint unit soak test-sglang fuzz test-prometheus wheel

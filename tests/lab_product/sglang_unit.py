@@ -39,6 +39,7 @@ class SglangUnit:
     restart: str = "always"
     restart_s: float = 1.0
     start_limit_s: float = 0.0
+    wanted_by: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -71,7 +72,12 @@ class SglangUnit:
             f"Restart={self.restart}",
             f"RestartSec={self.restart_s:g}",
         ]
-        return "\n".join([*lines, ""])
+        installed = ["", "[Install]", f"WantedBy={self.wanted_by}"] if self.wanted_by else []
+        return "\n".join([*lines, *installed, ""])
+
+    def command_line(self) -> str:
+        """ExecStart=, of a unit whose flags are plain words."""
+        return self._command()[-1]
 
     def _command(self) -> list[str]:
         key = ("--api-key", self.api_key) if self.api_key else ()

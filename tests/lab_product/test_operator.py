@@ -164,6 +164,47 @@ def test_flags_that_the_operator_changes_after_a_rollback_replace_the_override(i
         assert host.alerts(ACTION="withdraw")
 
 
+@pytest.mark.parametrize("way", Way)
+def test_flags_that_are_edited_while_the_cards_are_freed_are_tried_and_not_covered(
+    inference: Inference, way: Way
+) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE, way=way) as host:
+        proven(host)
+        deploy_what_fails(host)
+        host.change(steps=3)
+        host.reload()
+        let_go(host.host)
+        said = host.wait_alert(OUTCOME="yielded")
+        assert "flags were changed to steps 3" in said.message
+        host.wait_ready()
+        assert (steps_of(host), override(host)) == ("3", "")
+
+
+def test_a_drop_in_of_the_operators_own_while_the_cards_are_freed_wins(inference: Inference) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE) as host:
+        proven(host)
+        deploy_what_fails(host)
+        command = dataclasses.replace(host.sglang, steps=2).command_line()
+        host.host.write(f"{host.sglang.file_path}.d/50-own.conf", f"[Service]\nExecStart=\n{command}\n")
+        host.reload()
+        let_go(host.host)
+        host.wait_alert(OUTCOME="yielded")
+        host.wait_ready()
+        assert (steps_of(host), override(host)) == ("2", "")
+
+
+def test_a_unit_that_is_disabled_while_the_cards_are_freed_is_given_back_as_it_is(inference: Inference) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE, wanted_by="multi-user.target") as host:
+        host.host.systemctl("enable", host.unit)
+        proven(host)
+        deploy_what_fails(host)
+        host.host.systemctl("disable", host.unit)
+        let_go(host.host)
+        said = host.wait_alert(OUTCOME="yielded")
+        assert "the unit was disabled" in said.message
+        assert override(host) == ""
+
+
 @pytest.fixture
 def packages(lab: LabHost) -> Iterator[str]:
     """Where packages put their units. systemctl masks those only: a file of the operator's own would be in its way."""

@@ -192,7 +192,9 @@ class Daemon:
         try:
             systemd.open()
             for incident in incidents:
-                log.info("handing back", sentence=hand_back(incident, ledger, systemd))
+                watcher = self._watchers.get(incident.unit)
+                theirs = watcher is not None and bool(watcher.incidents.jobs.foreign)
+                log.info("handing back", sentence=hand_back(incident, ledger, systemd, theirs=theirs))
                 for now in ledger.incidents(incident.unit, 1):
                     if now.id == incident.id and now.outcome is not Outcome.OPEN:
                         self._hooks.tell(Event.CLOSED, now)

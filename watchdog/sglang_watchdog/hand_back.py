@@ -55,14 +55,16 @@ def _comes_back(systemd: Systemd) -> bool:
     return not daemon.ended or daemon.in_auto_restart or daemon.sub_state == "failed-before-auto-restart"
 
 
-def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd) -> str:
-    """Gives one unit its start, if it is owed one, and closes the incident where we stopped in the middle of it."""
+def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd, *, theirs: bool = False) -> str:
+    """Gives one unit its start, if it is owed one, and closes the incident where we stopped in the middle of it.
+    `theirs`: the operator has queued a job meanwhile, a stop perhaps, so that nothing is owed any more."""
     intents = ledger.intents(incident.id)
     if not owes_a_start(intents):
         return f"{incident.unit}: nothing is owed for incident {incident.id}."
     undo_unloaded(systemd, ledger, incident.unit, ledger.path.parent / FOLDER)
-    started = start_if_down(systemd, incident.unit)
-    reason = "started, because the watchdog ended in the middle" if started else "it runs already"
+    started = not theirs and start_if_down(systemd, incident.unit)
+    runs = "the operator acted on it meanwhile" if theirs else "it runs already"
+    reason = "started, because the watchdog ended in the middle" if started else runs
     closed = ledger.close_incident(incident, Outcome.YIELDED, f"Handed back: {reason}.")
     alerts.send(alerts.closed(closed))
     return f"{incident.unit}: {closed.reason}"

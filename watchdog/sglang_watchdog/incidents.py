@@ -21,12 +21,13 @@ from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.hand_back import hand_back, owes_a_start, start_if_down
 from sglang_watchdog.host import processes
+from sglang_watchdog.host.server import address_of
 from sglang_watchdog.inquest import Inquest
 from sglang_watchdog.observation import LaunchWatch, is_executed
 from sglang_watchdog.overriding import Overriding
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
-from sglang_watchdog.recovery.executor import Executor, OwnJobs, Paused, StepFailed, Task, Yielded
+from sglang_watchdog.recovery.executor import Executor, GivenUp, OwnJobs, StepFailed, Task, Yielded
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.reporting.hooks import Event
 from sglang_watchdog.reporting.metrics import Sense
@@ -208,6 +209,7 @@ class Incidents:
             free=lambda: self._cards.free(failed.gpu_before),
             put_in_force=self._overriding.put_in_force,
             reload=self._overriding.reload,
+            changed=self._overriding.change_since(self._parts.systemd.snapshot(self._unit)),
             stopped_by_us=stopped_by_us,
             by_hand=by_hand,
         )
@@ -220,7 +222,7 @@ class Incidents:
             raise  # the incident stays open, and is taken up over the next connection
         except LedgerError as error:
             self._give_back(incident, error)
-        except Paused as error:
+        except GivenUp as error:
             self._overriding.undo_unloaded()
             self._close(incident, Outcome.YIELDED, f"{error}; {self._handed_back(incident)}.")
         except Yielded as error:
@@ -235,8 +237,8 @@ class Incidents:
 
     def _handed_back(self, incident: Incident) -> str:
         """A unit that we had stopped is given the start that systemd would have given it, before we keep away."""
-        owed = owes_a_start(self._parts.ledger.intents(incident.id)) and not self.jobs.foreign
-        started = owed and start_if_down(self._parts.systemd, self._unit)
+        owed = self._executor.stopped and owes_a_start(self._parts.ledger.intents(incident.id))
+        started = owed and not self.jobs.foreign and start_if_down(self._parts.systemd, self._unit)
         return "it was held, and is started before it is left alone" if started else "it is left as it is"
 
     def _give_back(self, incident: Incident, error: LedgerError) -> None:
@@ -248,11 +250,15 @@ class Incidents:
 
     def _doomed(self, failed: Failed, snapshot: UnitSnapshot) -> bool:
         """systemd's automatic restart (its counter grew, which a start by hand sets to 0) of the very command that has
-        just failed, or of one that is not executed yet."""
+        just failed, or of one that is not executed yet. Not once it listens: SGLang binds its port when all is there,
+        so it serves against what was expected (the diagnosis may have waited for the driver)."""
         if snapshot.restarts <= failed.restarts:
             return False
         argv = processes.command_line(snapshot.main_pid) if snapshot.main_pid else ()
-        return not is_executed(argv) or redact_argv(argv) == failed.argv
+        if not is_executed(argv):
+            return True
+        serves = processes.cgroup_listens(snapshot.control_group, address_of(argv)[1])
+        return redact_argv(argv) == failed.argv and not serves
 
     def _after_steps(self, incident: Incident) -> None:
         if Step.VERIFY in incident.steps:

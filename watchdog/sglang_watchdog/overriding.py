@@ -1,5 +1,6 @@
 """Our override of one unit: put in force in an incident, and withdrawn as soon as the operator changes the flags."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_watchdog.domain.errors import WatchdogError
@@ -36,6 +37,21 @@ class Overriding:
     def in_force(self) -> bool:
         """Whether a config of ours stands in place of the operator's."""
         return self._parts.ledger.override(self._unit) is not None
+
+    def change_since(self, before: UnitSnapshot) -> Callable[[UnitSnapshot], str]:
+        """Tells what the operator did to the definition after `before`: other speculation flags in their files, or the
+        unit disabled. That is theirs to try, or not to."""
+        flags = self._operators(before)
+
+        def changed(now: UnitSnapshot) -> str:
+            if now.unit_file_state != before.unit_file_state and now.unit_file_state == "disabled":
+                return "the unit was disabled"
+            theirs = self._operators(now)
+            if flags is None or theirs is None or theirs.same_as(flags):
+                return ""
+            return f"the operator's flags were changed to {theirs.describe()}"
+
+        return changed
 
     async def put_in_force(self, config: SpeculationConfig) -> str:
         """Writes the override. Raises `StepFailed`, with nothing left behind, where systemd would not load it."""

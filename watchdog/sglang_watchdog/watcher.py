@@ -142,6 +142,7 @@ class UnitWatcher:
         launch = self.launch
         if launch is not None and launch.ended is None and launch.invocation != snapshot.invocation:
             await self._ended(launch, snapshot)  # the bus shows the newest launch only
+            snapshot = self.snapshot = self._parts.systemd.snapshot(self.unit)  # that may have taken long
         if snapshot.invocation and (launch is None or launch.invocation != snapshot.invocation):
             self._begin(snapshot)
         launch = self.launch

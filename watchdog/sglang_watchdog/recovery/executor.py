@@ -32,8 +32,8 @@ class Yielded(WatchdogError):
     """The operator acted on the unit: the incident is theirs now."""
 
 
-class Paused(Yielded):
-    """The operator paused the unit: what we hold is handed back, and nothing more is done."""
+class GivenUp(Yielded):
+    """The operator paused the unit or changed its definition: what we hold is handed back, and theirs is what runs."""
 
 
 class StepFailed(WatchdogError):
@@ -73,6 +73,7 @@ class OwnJobs:
 @dataclass(frozen=True, slots=True)
 class Task:
     """What one recovery works on. `doomed(snapshot)`: systemd's automatic restart runs again what has just failed.
+    `changed(snapshot)`: what the operator did to the unit's definition since, in words; empty where nothing was.
     `stopped_by_us`: an earlier daemon had begun to hold the unit. `by_hand`: a person asked for it, so that a launch
     that runs is restarted."""
 
@@ -81,6 +82,7 @@ class Task:
     free: Callable[[], Awaitable[str]]
     put_in_force: Callable[[SpeculationConfig], Awaitable[str]]
     reload: Callable[[], Awaitable[str]]
+    changed: Callable[[UnitSnapshot], str]
     stopped_by_us: bool = False
     by_hand: bool = False
 
@@ -107,8 +109,10 @@ class Executor:
         self._jobs = jobs
         self._progress = progress
         self.brought_down: set[str] = set()  # invocations that ended by our own hand
+        self.stopped = False  # whether systemd's own restart was taken from the unit in this recovery
 
     async def execute(self, task: Task) -> None:
+        self.stopped = task.stopped_by_us
         for step in task.incident.steps:
             if step is Step.VERIFY:
                 return
@@ -146,10 +150,11 @@ class Executor:
                 doing.cancel()
                 await asyncio.wait((doing,))
         if doing.cancelled():
-            raise Paused(f"the unit is {self._pausing.in_words()}")
+            raise GivenUp(f"the unit is {self._pausing.in_words()}")
         return doing.result()
 
     async def _do(self, step: Step, task: Task) -> str:
+        self._check_pause()  # once more: a pause may have come since the step was begun
         match step:
             case Step.HOLD:
                 return await self._hold(task)
@@ -168,15 +173,20 @@ class Executor:
     def _check_operator(self, step: Step, task: Task) -> None:
         if self._jobs.foreign:
             raise Yielded(f"somebody queued a job on the unit before the step {step}: the operator wins")
-        if self._pausing.active:
-            raise Paused(f"the unit is {self._pausing.in_words()}")
+        self._check_pause()
         snapshot = self._systemd.snapshot(self._unit)
         if not snapshot.loaded:
             raise Yielded(f"the unit is {snapshot.load_state} before the step {step}")
+        if changed := task.changed(snapshot):
+            raise GivenUp(f"{changed} before the step {step}")
         if snapshot.job and snapshot.job not in self._jobs.ours:
             raise Yielded(f"a {snapshot.job_type} job that is not ours is queued before the step {step}")
         if not snapshot.ended and not task.by_hand:
             raise Yielded(f"the unit was started by somebody else before the step {step}")
+
+    def _check_pause(self) -> None:
+        if self._pausing.active:
+            raise GivenUp(f"the unit is {self._pausing.in_words()}")
 
     async def _hold(self, task: Task) -> str:
         deadline = asyncio.get_running_loop().time() + HOLD_DEADLINE_S
@@ -190,7 +200,7 @@ class Executor:
                     self._jobs.forget()
                     return done
                 case HoldMove.YIELD:
-                    raise Yielded(f"the unit is {_in_words(snapshot)} by somebody else's hand")
+                    raise Yielded(f"the unit is {_in_words(snapshot)} by another hand than ours")
                 case HoldMove.STOP:
                     done = self._stop() or done
                     stopped = stopped or bool(done)
@@ -207,10 +217,12 @@ class Executor:
             self._jobs.own(self._systemd.stop(self._unit))
         except JobRefused:
             return ""  # its restart job was queued in this instant: the next reading says what came of it
+        self.stopped = True
         return "the automatic restart is held"
 
     def _bring_down(self, snapshot: UnitSnapshot) -> str:
         self.brought_down.add(snapshot.invocation)
+        self.stopped = True
         try:
             self._systemd.kill(self._unit, signal.SIGKILL)
         except BusError as error:

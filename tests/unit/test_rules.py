@@ -1,0 +1,321 @@
+"""The rules that never bend, under whatever a host, its systemd, an operator and the daemon's own deaths come up with.
+
+The watcher, the incidents, the executor and the ledger are the product's own; what is below them is `sim_host`. The
+number of steps in all is `SOAK_STEPS`: few by default, 10 000 in `make test`, and each time others in `make soak`.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_watchdog.by_hand import ByHand
+from sglang_watchdog.domain.failure import FailureClass
+from sglang_watchdog.ledger import Ledger
+from sglang_watchdog.reporting.metrics import Metrics
+from sglang_watchdog.settings import UnitSettings
+from sim_host.adapters import SimFiles, install
+from sim_host.daemon import SimDaemon
+from sim_host.oracle import Oracle
+from sim_host.virtual_time import VirtualLoop
+from sim_host.world import GIB, UNIT, World
+
+STEPS_OF_ONE = 50
+STEPS = int(os.environ.get("SOAK_STEPS", "1000"))
+OF_MAKE_TEST = 10_000
+QUIET_WITHIN_S = 600
+CRASHES = (FailureClass.CUDA_ERROR, FailureClass.SOFTWARE_EXCEPTION, FailureClass.EXTERNAL_KILL)
+METRICS = Metrics((UNIT,), "0")
+STEP_COUNTS = st.sampled_from([0, 2, 3, 4, 5, 10])
+
+
+class Rules(RuleBasedStateMachine):
+    @initialize(
+        act=st.sampled_from([True, True, True, False]),
+        steps=st.sampled_from([3, 4, 5]),
+        fits=st.sampled_from([2, 4, 5, 5]),
+        restart_s=st.sampled_from([None, 1.0, 5.0]),
+        drop_in=st.booleans(),
+        allow_none=st.booleans(),
+        proven_for=st.sampled_from([6.0, 60.0, 60.0]),
+    )
+    def boot(
+        self,
+        act: bool,
+        steps: int,
+        fits: int,
+        restart_s: float | None,
+        drop_in: bool,
+        allow_none: bool,
+        proven_for: float,
+    ) -> None:
+        self.loop = VirtualLoop()
+        self.world = World(self.loop, steps=steps, fits=fits, restart_s=restart_s, drop_in=drop_in)
+        self.said: list[str] = []
+        chosen = UnitSettings(
+            act=act,
+            soak=20,
+            start_deadline=60,
+            verify_deadline=20,
+            free_deadline=3,
+            rollbacks=2,
+            rollback_window=600,
+            rollbacks_per_day=4,
+            allow_no_speculation=allow_none,
+        )
+        self.oracle = Oracle(self.world, chosen)
+        self.db = sqlite3.connect(":memory:", isolation_level=None)
+        Ledger(self.db, Path(":memory:"))._prepare(read_only=False)
+        self.patch = pytest.MonkeyPatch()
+        files = SimFiles(self.world, self.oracle, lambda: self.daemon.ledger)
+        install(self.patch, self.world, files, self.oracle, self.said)
+        self.world.start(by="operator")
+        self.daemon = SimDaemon(self.world, self.oracle, chosen, self.db, METRICS)
+        self.daemon.run_for(proven_for)
+
+    # Time
+
+    @rule()
+    def a_while_passes(self) -> None:
+        self.daemon.run_for(30)
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.0, 3.0, 10.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.daemon.run_for(seconds)
+
+    @rule()
+    def an_hour_passes(self) -> None:
+        self.loop.elapsed += 3600
+        self.daemon.run_for(1)
+
+    # The server
+
+    @rule(failure=st.sampled_from(CRASHES), leaks=st.booleans(), lag=st.sampled_from([0.0, 0.5, 10.0]))
+    def the_server_crashes(self, failure: FailureClass, leaks: bool, lag: float) -> None:
+        self.world.leaks, self.world.driver_lag = leaks, lag
+        if self.world.running is not None and not self.world.unit.job:
+            self.world.end(self.world.running, failure)
+        self.daemon.run_for(0.1)
+
+    @rule()
+    def others_ask_it(self) -> None:
+        if self.world.running is not None:
+            self.world.running.traffic = True
+
+    @rule(fits=st.sampled_from([2, 4, 5]))
+    def less_or_more_fits(self, fits: int) -> None:
+        self.world.fits = fits
+
+    # The operator
+
+    @rule()
+    def the_operator_stops(self) -> None:
+        """Where it is down already by our hand, and nobody listens, systemd itself forgets that it was asked."""
+        heard = self.world.bus_up and not self.world.dead
+        if heard or not self.world.unit.ended or self.world.unit.in_auto_restart:
+            self.world.operator_stopped = True
+        self.world.stop(by="operator")
+        self.daemon.run_for(0.05)
+
+    @rule()
+    def the_operator_starts(self) -> None:
+        if self.world.unit.load_state == "loaded":
+            self.world.operator_stopped = self.oracle.held_by_us = False
+            self.world.start(by="operator")
+        self.daemon.run_for(0.05)
+
+    @rule(steps=STEP_COUNTS, reload=st.sampled_from([True, True, False]), restart=st.sampled_from([True, True, False]))
+    def the_operator_deploys(self, steps: int, reload: bool, restart: bool) -> None:
+        self.world.on_disk = steps
+        if reload:
+            self.world.reload()
+        if restart and self.world.unit.load_state == "loaded":
+            self.world.operator_stopped = self.oracle.held_by_us = False
+            self.world.restart(by="operator")
+        self.daemon.run_for(0.05)
+
+    @rule(steps=st.sampled_from([4, 5, 10]), seconds=st.sampled_from([0.5, 2.5, 3.0, 20.0]))
+    def the_operator_tries_more(self, steps: int, seconds: float) -> None:
+        self.the_operator_deploys(steps, True, True)
+        self.daemon.run_for(seconds)
+
+    @rule()
+    def the_operator_takes_the_override_away(self) -> None:
+        self.world.ours_on_disk = None
+        self.world.reload()
+        self.daemon.run_for(0.05)
+
+    @rule()
+    def the_operator_masks_or_unmasks(self) -> None:
+        masked = self.world.unit.load_state == "masked"
+        self.oracle.held_by_us = False
+        self.world.change(load_state="loaded" if masked else "masked")
+        self.daemon.run_for(0.5)
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 3600.0]))
+    def the_operator_pauses(self, seconds: float) -> None:
+        if self.daemon.by_hand is not None:
+            self.daemon.ask(_pause(self.daemon.by_hand, seconds))
+            self.daemon.run_for(0.05)
+
+    @rule(command=st.sampled_from(["resume", "roll_back", "mark_good"]))
+    def the_operator_asks_for(self, command: str) -> None:
+        hand = self.daemon.by_hand
+        if hand is None:
+            return
+        match command:
+            case "resume":
+                self.daemon.ask(hand.resume())
+            case "roll_back":
+                self.world.operator_stopped = self.oracle.held_by_us = False
+                self.daemon.ask(hand.roll_back(""))
+            case _:
+                self.daemon.ask(hand.mark_good())
+        self.daemon.run_for(0.5)
+
+    # The world's faults, and the daemon's own
+
+    @rule(seconds=st.sampled_from([0.1, 5.0]))
+    def the_bus_goes_and_comes_back(self, seconds: float) -> None:
+        self.world.bus_up = False
+        self.daemon.run_for(seconds)
+        self.world.bus_up = True
+
+    @rule(seconds=st.sampled_from([1.0, 10.0]))
+    def the_driver_hangs_for_a_while(self, seconds: float) -> None:
+        self.world.nvml_hangs = True
+        self.daemon.run_for(seconds)
+        self.world.nvml_hangs = False
+
+    @rule()
+    def a_stranger_comes_or_goes(self) -> None:
+        theirs = [process for process in self.world.processes.values() if not process.owner]
+        if theirs:
+            self.world.drop(theirs[0])
+        else:
+            self.world.process("", 0, "/system.slice/training.service").holds = 20 * GIB
+
+    @rule(calls=st.integers(1, 60), seconds=st.sampled_from([1.0, 10.0]))
+    def the_daemon_is_killed_at_a_call(self, calls: int, seconds: float) -> None:
+        self.world.kill_in = calls
+        self.daemon.run_for(seconds)
+
+    @rule()
+    def the_daemon_is_killed_now(self) -> None:
+        self.daemon.kill()
+        self.daemon.run_for(0.6)
+
+    @rule()
+    def the_daemon_is_restarted(self) -> None:
+        self.daemon.terminate()
+        self.daemon.run_for(0.1)
+
+    # What always holds
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "oracle"))
+    def no_rule_was_broken(self) -> None:
+        assert not self.oracle.broken, "; ".join((*self.oracle.broken, "said:", *self.said[-12:]))
+
+    def teardown(self) -> None:
+        """Every ladder ends, and what is owed is paid, once the world leaves it in peace."""
+        if not hasattr(self, "daemon"):
+            return
+        try:
+            self.world.kill_in, self.world.nvml_hangs, self.world.bus_up = None, False, True
+            for _ in range(QUIET_WITHIN_S // 5):
+                self.daemon.run_for(5)
+                if not self.daemon.ledger.open_incidents() and not self.daemon.commands:
+                    break
+            self.oracle.nothing_is_owed(self.daemon.ledger)
+            self.no_rule_was_broken()
+        finally:
+            self.world.dead = True
+            self.daemon._bury()
+            self.patch.undo()
+            self.loop.close()
+            self.db.close()
+
+
+async def _pause(hand: ByHand, seconds: float) -> str:
+    return hand.pause(seconds)
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
+
+
+TestRules = Rules.TestCase
+TestRules.settings = settings(
+    max_examples=max(1, STEPS // STEPS_OF_ONE),
+    stateful_step_count=STEPS_OF_ONE,
+    deadline=None,
+    derandomize=STEPS <= OF_MAKE_TEST,
+    database=None,
+    phases=(Phase.generate, Phase.shrink) if STEPS > OF_MAKE_TEST else (Phase.generate,),  # shrinking takes minutes
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+# Interleavings of their own
+
+
+@pytest.fixture
+def host() -> Iterator[Rules]:
+    """A proven server of steps 4 that may be acted on."""
+    rules = Rules()
+    rules.boot(act=True, steps=4, fits=5, restart_s=5.0, drop_in=False, allow_none=False, proven_for=60.0)
+    yield rules
+    rules.teardown()
+
+
+def hold_until_the_cards_are_free(host: Rules) -> None:
+    """Returns while the watchdog holds the unit: the driver takes its time."""
+    host.the_operator_deploys(10, True, True)
+    host.daemon.run_for(2.5)  # the old launch is drained and released, the new one loads
+    host.world.driver_lag = 2.0
+    host.daemon.run_for(1.5)
+    assert host.oracle.held_by_us
+
+
+def test_a_rollback_is_what_it_should_be_here_too(host: Rules) -> None:
+    hold_until_the_cards_are_free(host)
+    host.daemon.run_for(60)
+    assert host.world.running is not None
+    assert (host.world.running.steps, host.world.running.serves) == (4, True)
+    assert len(host.oracle.recoveries) == 1
+
+
+def test_what_was_stopped_while_it_was_held_is_not_handed_back(host: Rules) -> None:
+    hold_until_the_cards_are_free(host)
+    host.the_operator_stops()
+    host.the_daemon_is_restarted()
+    host.daemon.run_for(60)
+    assert host.world.running is None
+    assert host.oracle.broken == []
+
+
+def test_flags_that_are_changed_meanwhile_are_the_operators_to_try(host: Rules) -> None:
+    hold_until_the_cards_are_free(host)
+    host.the_operator_deploys(3, True, False)
+    host.daemon.run_for(5)
+    assert host.world.running is not None
+    assert (host.world.running.steps, host.world.ours_on_disk) == (3, None)
+    assert any("flags were changed to steps 3 before the step override" in words for words in host.said)
+
+
+def test_what_was_held_is_started_before_a_pause(host: Rules) -> None:
+    hold_until_the_cards_are_free(host)
+    host.the_operator_pauses(3600.0)
+    assert host.world.running is not None
+    assert host.oracle.broken == []
