@@ -205,6 +205,20 @@ def test_a_unit_that_is_disabled_while_the_cards_are_freed_is_given_back_as_it_i
         assert override(host) == ""
 
 
+def test_an_edit_that_is_not_loaded_yet_takes_the_override_away_and_loads_nothing(inference: Inference) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE) as host:
+        proven(host)
+        deploy(host, 10)
+        host.wait_alert(OUTCOME="contained")
+        host.change(steps=3)
+        wait_until(lambda: override(host) == "", STEP_DEADLINE_S, "the override is gone before the operator's reload")
+        assert "a daemon-reload puts them in force" in host.wait_alert(ACTION="withdraw").message
+        assert host.show("NeedDaemonReload") == {"NeedDaemonReload": "yes"}
+        host.reload()
+        host.restart()
+        assert steps_of(host) == "3"
+
+
 @pytest.fixture
 def packages(lab: LabHost) -> Iterator[str]:
     """Where packages put their units. systemctl masks those only: a file of the operator's own would be in its way."""

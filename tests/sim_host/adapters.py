@@ -3,7 +3,7 @@ after what it does."""
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from sglang_watchdog.host import override, processes, systemctl, unit_files
 from sglang_watchdog.host.override import Override, OverrideKind
 from sglang_watchdog.host.processes import SignalOutcome
 from sglang_watchdog.host.server import Generated, HealthState
+from sglang_watchdog.host.server_files import ServerFiles
 from sglang_watchdog.ledger import Ledger
 from sim_host.oracle import Oracle
 from sim_host.world import CARD, DROP_IN, UNIT, World, config_of
@@ -94,7 +95,8 @@ class SimSystemd:
     def restart(self, _unit: str) -> int:
         return self._act(self._oracle.restarts, lambda: self._world.restart(by="watchdog"))
 
-    def kill(self, _unit: str, _signal: int) -> None:
+    def kill(self, _unit: str, _signal: int, *, whole_group: bool = True) -> None:
+        assert whole_group, "systemd's own stop of this unit ends the whole group"
         self._act(self._oracle.kills_group, self._world.kill_group)
 
     def reset_failed(self, _unit: str) -> None:
@@ -132,6 +134,17 @@ class SimJournal:
         if start.traffic and start.serves:
             feed(JournalEntry(self._world.now(), "Decode batch. #running-req: 1", invocation=invocation, unit=UNIT))
         return cursor
+
+
+class SimServerFiles:
+    """The model and the release never change."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def read(self, _argv: Sequence[str]) -> ServerFiles:
+        self._world.point()
+        return ServerFiles("digest", "0.5.16")
 
 
 class SimProbe:
@@ -308,8 +321,6 @@ def install(patch: pytest.MonkeyPatch, world: World, files: SimFiles, oracle: Or
     patch.setattr(unit_files, "definition_on_disk", lambda *_: Definition("", {}))
     patch.setattr(unit_files, "intended_config", lambda *_: None)
     patch.setattr(unit_files, "on_disk", lambda *_, **__: nothing)
-    patch.setattr("sglang_watchdog.inquest.model_digest", lambda _path: "digest")
-    patch.setattr("sglang_watchdog.observation.sglang_version", lambda _argv: "0.5.16")
     patch.setattr("sglang_watchdog.inquest.diagnose", diagnose(world))
     for module in ("ledger", "cards"):
         patch.setattr(f"sglang_watchdog.{module}.time", SimpleNamespace(time=world.now))

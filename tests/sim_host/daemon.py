@@ -12,12 +12,13 @@ from sglang_watchdog.hand_back import hand_back
 from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.host.gpu import ProbeWorker
 from sglang_watchdog.host.journal import Journal
+from sglang_watchdog.host.server_files import ServerFilesReader
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.reporting.hooks import Hooks
 from sglang_watchdog.reporting.metrics import Metrics
 from sglang_watchdog.settings import HookSettings, UnitSettings
 from sglang_watchdog.watcher import UnitWatcher
-from sim_host.adapters import SimClock, SimJournal, SimLedger, SimProbe, SimSystemd
+from sim_host.adapters import SimClock, SimJournal, SimLedger, SimProbe, SimServerFiles, SimSystemd
 from sim_host.oracle import Oracle
 from sim_host.world import UNIT, Killed, World
 
@@ -45,6 +46,7 @@ class SimDaemon:
             systemd=cast(Systemd, self.systemd),
             journal=cast(Journal, SimJournal(world)),
             probe=cast(ProbeWorker, SimProbe(world)),
+            files=cast(ServerFilesReader, SimServerFiles(world)),
             clock=SimClock(world),
             ledger=self.ledger,
             metrics=self._metrics,

@@ -76,7 +76,13 @@ class World:
         self.loop = loop
         self.fits, self.restart_s, self.drop_in = fits, restart_s, drop_in
         self.numbers = itertools.count(1)
-        self.unit = UnitSnapshot(UNIT, load_state="loaded", active_state=ActiveState.INACTIVE, sub_state="dead")
+        self.unit = UnitSnapshot(
+            UNIT,
+            load_state="loaded",
+            active_state=ActiveState.INACTIVE,
+            sub_state="dead",
+            kill_mode="control-group",
+        )
         self.starts: dict[str, Start] = {}
         self.processes: dict[int, Process] = {}
         self.on_disk = self.loaded = steps

@@ -5,6 +5,7 @@ import pytest
 from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading, GpuUnknown
 from sglang_watchdog.domain.launch import ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership, Proof
+from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.recovery.freeing import MIB, Means, Patience, Stage, free_plan, is_clean, next_stage
 
 GIB = 1024 * MIB
@@ -37,12 +38,26 @@ IDLE = reading(card({}))
 
 
 def test_ours_are_ended_parents_first_and_in_the_units_cgroup_by_systemd() -> None:
-    plan = free_plan(reading(card({30: GIB, 20: GIB, 40: GIB}), card({30: GIB}, index=1)), VERDICTS)
+    plan = free_plan(reading(card({30: GIB, 20: GIB, 40: GIB}), card({30: GIB}, index=1)), VERDICTS, whole_group=True)
     assert [(ending.process, ending.bytes, ending.means) for ending in plan.end] == [
         (PARENT, GIB, Means.SIGNAL),
         (IN_GROUP, GIB, Means.SYSTEMD),
         (WORKER, 2 * GIB, Means.SIGNAL),
     ]
+
+
+def test_a_spared_process_in_the_units_cgroup_is_not_hit_by_a_signal_to_all_of_it() -> None:
+    cache = Ownership(Owner.STRANGER, "outlives an engine by design", ProcessId(STRANGER, 260), in_unit_cgroup=True)
+    plan = free_plan(reading(card({40: GIB, STRANGER: GIB})), VERDICTS | {STRANGER: cache}, whole_group=True)
+    assert [(ending.process, ending.means) for ending in plan.end] == [(IN_GROUP, Means.SIGNAL)]
+
+
+@pytest.mark.parametrize("kill_mode", ["control-group", "mixed", "process", "none", ""])
+def test_systemd_ends_the_units_cgroup_only_where_its_own_stop_would(kill_mode: str) -> None:
+    unit = UnitSnapshot("sglang.service", kill_mode=kill_mode)
+    plan = free_plan(reading(card({40: GIB})), VERDICTS, whole_group=unit.stop_ends_all)
+    means = Means.SYSTEMD if kill_mode in ("control-group", "mixed") else Means.SIGNAL
+    assert [ending.means for ending in plan.end] == [means]
 
 
 def test_everybody_else_is_spared_and_named_with_bytes_and_reason() -> None:

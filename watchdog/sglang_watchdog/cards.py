@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from sglang_watchdog.diagnosis.case import HeldMemory
-from sglang_watchdog.domain.gpu import GpuAnswer, GpuReading
+from sglang_watchdog.domain.gpu import GpuAnswer, GpuReading, HeldMemory
 from sglang_watchdog.domain.launch import Launch, ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership, ProcessFacts, Proof
 from sglang_watchdog.domain.unit import UnitSnapshot
@@ -93,8 +92,9 @@ class Cards:
         answer = await self.read()
         if not isinstance(answer, GpuReading):
             return f"the cards could not be read ({answer.reason}), so nothing was ended"
-        verdicts = await self.verdicts(answer)
-        plan = free_plan(answer, verdicts, baseline)
+        snapshot = self._parts.systemd.snapshot(self._unit)
+        verdicts = await self.verdicts(answer, snapshot)
+        plan = free_plan(answer, verdicts, baseline, whole_group=snapshot.stop_ends_all)
         self._parts.metrics.spared.labels(self._unit).inc(len(plan.spared))
         ended, stage = await self._carry_out(plan, verdicts, baseline, patience or self._patience)
         return " ".join(_sentences(plan, ended, stage))

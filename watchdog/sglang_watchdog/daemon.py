@@ -24,6 +24,7 @@ from sglang_watchdog.host.clock import SystemClock
 from sglang_watchdog.host.gpu import ProbeWorker
 from sglang_watchdog.host.journal import Journal
 from sglang_watchdog.host.lock import only_one
+from sglang_watchdog.host.server_files import ServerFilesReader
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.reporting import alerts
@@ -41,6 +42,7 @@ _IN_WORDS = {
     Sense.NVML: "the cards, since NVML does not answer",
     Sense.LEDGER: "a ledger to write to, so that it only observes",
     Sense.JOURNAL: "the journal",
+    Sense.MODEL: "the model's files, so that what was proven cannot be compared",
 }
 log = structlog.get_logger()
 
@@ -70,6 +72,7 @@ class Daemon:
             self._systemd,
             Journal(entry_or_none),
             self._probe,
+            ServerFilesReader(),
             SystemClock(),
             ledger,
             self._metrics,

@@ -17,10 +17,9 @@ from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.incident import Incident
 from sglang_watchdog.domain.known_good import Ceiling, KnownGood, base_of
 from sglang_watchdog.domain.launch import Definition, Launch, MemoryFigures
-from sglang_watchdog.domain.speculation import Command, SpeculationConfig
+from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.host import unit_files
-from sglang_watchdog.host.model import model_digest
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
@@ -61,6 +60,17 @@ class Inquest:
         if not snapshot.need_daemon_reload:
             self._in_sync = definition
         return LaunchWatch(snapshot, definition, self.managed, known)
+
+    async def identify(self, launch: LaunchWatch) -> None:
+        """Reads what a proof is bound to beside the command: once in a launch, and again where a wrapper has become the
+        server."""
+        if not launch.raw_argv or (launch.files is not None and launch.files_of == launch.argv):
+            return
+        launch.files_of = launch.argv
+        launch.files = await self._parts.files.read(launch.raw_argv)
+        self._parts.metrics.sees(Sense.MODEL, well=not launch.files.unknown)
+        if launch.files.unknown:
+            log.warning("the model cannot be read", unit=self._unit, why=launch.files.unknown)
 
     async def read_to_the_end(self, launch: LaunchWatch) -> None:
         """Pulls the journal until PID 1's word of the end is in it, or for as long as that may take."""
@@ -120,7 +130,8 @@ class Inquest:
 
     def learn_ceiling(self, launch: LaunchWatch, diagnosis: Diagnosis) -> None:
         """A start on known cards that proves that the config does not fit its base."""
-        if proves_a_ceiling(diagnosis) and launch.gpu_before is not None:  # what was on the cards is part of the proof
+        # What was on the cards is part of the proof, and so is the model.
+        if proves_a_ceiling(diagnosis) and launch.gpu_before is not None and not launch.base_unknown:
             base, now = self.base(launch), self._parts.clock.now()
             ceiling = Ceiling(self._unit, base, launch.config, diagnosis.failure, launch.invocation, now)
             self._parts.ledger.save_ceiling(ceiling)
@@ -142,9 +153,10 @@ class Inquest:
         base, now = self.base(launch), self._parts.clock.now()
         ledger = self._parts.ledger
         known_good = tuple(ledger.known_good(self._unit, base))
-        if not known_good and not self._cards.uuids and ledger.any_known_good(self._unit):
+        unread = "The cards" if not self._cards.uuids else launch.base_unknown and "The model's files"
+        if unread and not known_good and ledger.any_known_good(self._unit):
             return Plan(
-                "The cards cannot be read, so what was proven cannot be compared; systemd's own policy goes on."
+                f"{unread} cannot be read, so what was proven cannot be compared; systemd's own policy goes on."
             )
         history = ledger.incidents(self._unit)
         day = now - max(DAY_S, self._settings.rollback_window)
@@ -171,18 +183,14 @@ class Inquest:
         )
 
     def base(self, launch: LaunchWatch) -> str:
-        if launch.identity is None and launch.raw_argv:
-            command = Command.parse(launch.raw_argv)
-            path = command.value("--model-path") or command.value("--model") or ""
-            launch.identity = model_digest(path), launch.version
-        digest, version = launch.identity or ("", "")
+        files = launch.files
         return base_of(
             launch.argv,
             self.managed,
-            version=version,
+            version=files.version if files else "",
             driver=self._cards.driver,
             gpus=self._cards.uuids,
-            model_digest=digest,
+            model_digest=(files.model_digest or "") if files else "",
         )
 
     def _intended(self, snapshot: UnitSnapshot) -> SpeculationConfig | None:

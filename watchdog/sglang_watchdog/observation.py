@@ -7,9 +7,8 @@ command line, and a dead child no place in the cgroup.
 import re
 from collections.abc import Sequence
 
-from sglang_watchdog.diagnosis.case import HeldMemory
 from sglang_watchdog.diagnosis.timeline import Timeline, TimelineReader
-from sglang_watchdog.domain.gpu import GpuReading
+from sglang_watchdog.domain.gpu import GpuReading, HeldMemory
 from sglang_watchdog.domain.journal import JournalEntry, MessageId
 from sglang_watchdog.domain.launch import Definition, Launch, Phase, RecordedProcess
 from sglang_watchdog.domain.secrets import redact_argv
@@ -17,7 +16,7 @@ from sglang_watchdog.domain.speculation import Command, SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import processes
 from sglang_watchdog.host.journal import Journal
-from sglang_watchdog.host.model import sglang_version
+from sglang_watchdog.host.server_files import ServerFiles
 
 # Before it executes the command, the main process is systemd's own: under the command's name in parentheses (252), or
 # as systemd-executor (from 255 on).
@@ -40,10 +39,11 @@ class LaunchWatch:
         self.started = snapshot.inactive_exit or snapshot.exec_main_started
         self.definition = known.definition if known else definition
         self.raw_argv = known.argv if known else ()
-        self.identity: tuple[str, str] | None = None  # of model and release, once it is known (see Inquest.base)
+        self.files = _files_of(known)  # of model and release, once they were read (see Inquest.identify)
+        self.files_of: tuple[str, ...] = known.argv if known else ()  # the command that they were read for
         self.holds_bytes = 0  # GPU memory of its own, when the cards were last read
         self.gpu_before: GpuReading | None = known.gpu_before if known else None
-        self.held_before: tuple[HeldMemory, ...] = ()
+        self.held_before: tuple[HeldMemory, ...] = known.held_before if known else ()
         self.ended: float | None = None
         self.surprise_told = False
         self.ceiling_told = known is not None or snapshot.restarts > 0  # systemd's repetitions are no news
@@ -63,11 +63,6 @@ class LaunchWatch:
         return self._reader.phase
 
     @property
-    def version(self) -> str:
-        """SGLang's version as the environment of its interpreter has it; empty where that cannot be seen."""
-        return sglang_version(self.raw_argv)
-
-    @property
     def config(self) -> SpeculationConfig:
         """The speculation config that really ran: from the argv of the main process, or, where that is a wrapper whose
         flags cannot be seen, from what SGLang printed of its settings."""
@@ -79,6 +74,11 @@ class LaunchWatch:
     def decoded_at(self) -> float:
         """When it last logged a decode batch, which our probes are too short for. Unix seconds; 0 for never."""
         return self._reader.decoded_at
+
+    @property
+    def base_unknown(self) -> str:
+        """Why it cannot be told what a proof by this launch would hold for; empty where it can."""
+        return self.files.unknown if self.files else ""
 
     @property
     def several_nodes(self) -> bool:
@@ -120,12 +120,14 @@ class LaunchWatch:
             boot_id=processes.boot_id(),
             argv=self.argv,
             server_args=timeline.server_args,
-            version=self.version,
+            version=self.files.version if self.files else "",
+            model_digest=self.files.model_digest if self.files else None,
             definition=self.definition,
             phases=timeline.phases,
             memory=timeline.memory,
             processes=tuple(self._processes.values()),
             gpu_before=self.gpu_before,
+            held_before=self.held_before,
             ended=self.ended,
         )
 
@@ -139,6 +141,12 @@ class LaunchWatch:
         if entry.invocation == self.invocation and entry.message_id == MessageId.PROCESS_EXIT:
             self._main_exit_seen = True
         self._reader.feed(entry)
+
+
+def _files_of(known: Launch | None) -> ServerFiles | None:
+    if known is None or known.model_digest is None:
+        return None
+    return ServerFiles(known.model_digest, known.version)
 
 
 def is_executed(argv: Sequence[str]) -> bool:

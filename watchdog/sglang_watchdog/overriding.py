@@ -92,6 +92,9 @@ class Overriding:
         away (`systemctl revert`, rm) stays away. Where only something else changed, a drop-in is written anew onto the
         new command, once the operator has reloaded it. The reload after that is part of their deploy, which has just
         loaded everything else.
+
+        An edit that is seen before the operator's reload costs none of ours: our drop-in is gone when theirs comes. Of
+        one that is seen after it, a start between the two reloads still runs our override, and is told as stale.
         """
         ours = self._parts.ledger.override(self._unit)
         if ours is None:
@@ -99,9 +102,14 @@ class Overriding:
         replaced, target = ours
         theirs = self._operators(snapshot)
         if theirs is not None and replaced is not None and not theirs.same_as(replaced):
-            if self._withdraw():
+            if snapshot.need_daemon_reload and not drop_in_of(self._unit).exists():
+                return ""  # what is loaded still has the flags that failed: our file goes when theirs are loaded
+            if self._withdraw() and not snapshot.need_daemon_reload:
                 await systemctl.daemon_reload()
-            return f"the operator's flags are now {theirs.describe()}: the override {target.describe()} is withdrawn"
+            due = "; a daemon-reload puts them in force" if snapshot.need_daemon_reload else ""
+            return (
+                f"the operator's flags are now {theirs.describe()}: the override {target.describe()} is withdrawn{due}"
+            )
         if not override.lies_there(self._unit, self._folder):
             self._parts.ledger.forget_override(self._unit)
             return f"the override {target.describe()} was taken away by hand"

@@ -7,6 +7,7 @@ from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.host.clock import Clock
 from sglang_watchdog.host.gpu import ProbeWorker
 from sglang_watchdog.host.journal import Journal
+from sglang_watchdog.host.server_files import ServerFilesReader
 from sglang_watchdog.ledger import Ledger
 from sglang_watchdog.reporting.hooks import Hooks
 from sglang_watchdog.reporting.metrics import Metrics
@@ -19,6 +20,7 @@ class Parts:
     systemd: Systemd
     journal: Journal
     probe: ProbeWorker
+    files: ServerFilesReader
     clock: Clock
     ledger: Ledger
     metrics: Metrics

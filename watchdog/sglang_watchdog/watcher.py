@@ -159,6 +159,7 @@ class UnitWatcher:
         self._tell_ceiling(launch)
         if self._before_the_weights(launch):
             await self._see_cards(launch, snapshot)
+        await self.inquest.identify(launch)
         await self._prove(launch, snapshot)
 
     async def _follow_operator(self, snapshot: UnitSnapshot) -> None:
@@ -269,6 +270,9 @@ class UnitWatcher:
         return ""
 
     def _proven(self, launch: LaunchWatch, proof: Proof) -> None:
+        if launch.base_unknown:
+            proof.refuse()
+            return
         good = KnownGood(
             self.unit,
             self.inquest.base(launch),
@@ -296,6 +300,7 @@ class UnitWatcher:
         launch.ended = self._parts.clock.now()
         self._set_degraded(False)
         self._parts.metrics.runs(self.unit, None)
+        await self.inquest.identify(launch)
         await self.inquest.read_to_the_end(launch)
         await self.incidents.ended(launch, snapshot)
 

@@ -3,9 +3,8 @@
 import pytest
 
 from journal_lines import SCHEDULER_PID, TRACEBACK, UNIT, LaunchLog
-from sglang_watchdog.diagnosis.case import HeldMemory
 from sglang_watchdog.domain.failure import FailureClass as Class
-from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading
+from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading, HeldMemory
 from sglang_watchdog.domain.launch import Launch, Phase, ProcessId, RecordedProcess
 from sglang_watchdog.domain.speculation import SpeculationConfig
 

@@ -4,21 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_watchdog.diagnosis.timeline import Timeline
-from sglang_watchdog.domain.gpu import GpuAnswer
+from sglang_watchdog.domain.gpu import GpuAnswer, HeldMemory
 from sglang_watchdog.domain.launch import Definition, Launch, MemoryFigures, Shadowed
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
-
-
-@dataclass(frozen=True, slots=True)
-class HeldMemory:
-    """GPU memory that was in use before the launch began. `who` is for people; `ours`: left by an earlier launch."""
-
-    gpu: int
-    held_bytes: int
-    who: str
-    ours: bool
-    pid: int | None = None  # None where NVML cannot name the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_watchdog.diagnosis.case import Case, HeldMemory
+from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.effective import argv_of, server_args_of
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.domain.evidence import Evidence, Source
-from sglang_watchdog.domain.gpu import GpuReading
+from sglang_watchdog.domain.gpu import GpuReading, HeldMemory
 from sglang_watchdog.domain.launch import Phase
 
 _GIB = 1 << 30

@@ -37,6 +37,17 @@ class GpuReading:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldMemory:
+    """GPU memory that was in use before a launch began. `who` is for people; `ours`: left by an earlier launch."""
+
+    gpu: int
+    held_bytes: int
+    who: str
+    ours: bool
+    pid: int | None = None  # None where NVML cannot name the process
+
+
+@dataclass(frozen=True, slots=True)
 class GpuUnknown:
     """No reading could be had (driver hung, NVML missing). Never to be read as 'free'."""
 

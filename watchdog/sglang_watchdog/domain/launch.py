@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_watchdog.domain.gpu import GpuReading
+from sglang_watchdog.domain.gpu import GpuReading, HeldMemory
 from sglang_watchdog.domain.speculation import SpeculationConfig
 
 
@@ -104,11 +104,13 @@ class Launch:
     argv: tuple[str, ...] = ()
     server_args: Mapping[str, object] = field(default_factory=dict)
     version: str = ""
+    model_digest: str | None = None  # of the model's content; None where it could not be read
     definition: Definition | None = None
     phases: tuple[PhaseMark, ...] = ()
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     processes: tuple[RecordedProcess, ...] = ()
     gpu_before: GpuReading | None = None  # without what the launch itself held by then
+    held_before: tuple[HeldMemory, ...] = ()
     ended: float | None = None
 
     @property

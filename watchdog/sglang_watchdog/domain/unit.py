@@ -91,5 +91,11 @@ class UnitSnapshot:
         return self.in_auto_restart or self.active_state in (ActiveState.INACTIVE, ActiveState.FAILED)
 
     @property
+    def stop_ends_all(self) -> bool:
+        """systemd's own stop leaves no process of the unit's cgroup behind; with KillMode=process or none the operator
+        has asked for some to stay."""
+        return self.kill_mode in ("control-group", "mixed")
+
+    @property
     def loaded(self) -> bool:
         return self.load_state == "loaded"

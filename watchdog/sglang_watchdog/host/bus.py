@@ -113,9 +113,10 @@ class Systemd:
     def reset_failed(self, unit: str) -> None:
         self._manager(b"ResetFailedUnit", b"s", unit)
 
-    def kill(self, unit: str, signal: int) -> None:
-        """Sends a signal to every process of the unit's cgroup: systemd does it, so no pid can be mistaken."""
-        self._manager(b"KillUnit", b"ssi", unit, "all", signal)
+    def kill(self, unit: str, signal: int, *, whole_group: bool = True) -> None:
+        """Sends a signal to every process of the unit's cgroup, or to the main process alone: systemd does it, so no
+        pid can be mistaken."""
+        self._manager(b"KillUnit", b"ssi", unit, "all" if whole_group else "main", signal)
 
     def _path(self, unit: str) -> bytes:
         path: bytes = self._manager(b"LoadUnit", b"s", unit)

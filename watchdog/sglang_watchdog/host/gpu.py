@@ -38,14 +38,16 @@ class DeviceHolder:
     devices: tuple[str, ...]
 
 
-class _NoAnswer(Exception):
+class NoAnswer(Exception):
     """Why there is none, in one sentence."""
 
 
 class ProbeWorker:
-    """Starts, asks and abandons helper processes. One question at a time; `deadline` is seconds, start included."""
+    """Starts, asks and abandons helper processes. One question at a time; `deadline` is seconds, start included.
+    `where` is what they can hang in, for a person."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "in the driver") -> None:
+        self._where = where
         self._worker: _Worker | None = None
         self._abandoned: list[_Worker] = []
         self._one_at_a_time = asyncio.Lock()
@@ -53,15 +55,15 @@ class ProbeWorker:
 
     @property
     def abandoned_alive(self) -> int:
-        """Helpers that were killed and have not ended: each is stuck in the driver."""
+        """Helpers that were killed and have not ended: each is stuck."""
         self._abandoned = [worker for worker in self._abandoned if not worker.ended()]
         return len(self._abandoned)
 
     async def read_gpus(self, deadline: float = CALL_DEADLINE_S) -> GpuAnswer:
         """All cards and their holders; unknown where NVML is missing, hangs, or fails for one of the cards."""
         try:
-            answer = await self._ask({"do": "gpus"}, deadline)
-        except _NoAnswer as why:
+            answer = await self.ask({"do": "gpus"}, deadline)
+        except NoAnswer as why:
             return GpuUnknown(time.time(), str(why))
         return GpuReading(time.time(), answer["driver"], tuple(_gpu(gpu) for gpu in answer["gpus"]))
 
@@ -85,8 +87,8 @@ class ProbeWorker:
     async def device_holders(self, deadline: float = CALL_DEADLINE_S) -> tuple[DeviceHolder, ...] | GpuUnknown:
         """Who has the driver's memory device open: the second source, where NVML names no pids."""
         try:
-            answer = await self._ask({"do": "device_holders"}, deadline)
-        except _NoAnswer as why:
+            answer = await self.ask({"do": "device_holders"}, deadline)
+        except NoAnswer as why:
             return GpuUnknown(time.time(), str(why))
         return tuple(DeviceHolder(holder["pid"], tuple(holder["devices"])) for holder in answer)
 
@@ -102,29 +104,29 @@ class ProbeWorker:
 
     async def _with_words(self, facts: ProcessFacts, deadline: float) -> ProcessFacts:
         try:
-            words = await self._ask({"do": "process", "pid": facts.id.pid}, deadline)
-        except _NoAnswer:
+            words = await self.ask({"do": "process", "pid": facts.id.pid}, deadline)
+        except NoAnswer:
             return facts
         argv = words["argv"]
         return replace(facts, argv=None if argv is None else redact_argv(argv), invocation=words["invocation"])
 
-    async def _ask(self, request: dict[str, object], deadline: float) -> Any:
-        """Raises _NoAnswer."""
+    async def ask(self, request: dict[str, object], deadline: float) -> Any:
+        """The answer of a helper (see `host.probe_worker`). Raises `NoAnswer`."""
         try:
             async with asyncio.timeout(deadline), self._one_at_a_time:
                 answer = await self._exchange(request)
         except TimeoutError:
             self.abandoned_total += 1
-            raise _NoAnswer(f"no answer from the driver within {deadline:.3g} s") from None
+            raise NoAnswer(f"a read hangs {self._where}: no answer within {deadline:.3g} s") from None
         if "error" in answer:
-            raise _NoAnswer(answer["error"])
+            raise NoAnswer(answer["error"])
         return answer["answer"]
 
     async def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
         """The helper that fails an exchange, whyever (cancelled too), is not asked again: its answer may still come,
         and a driver that was replaced is loaded by a new process only."""
         if self.abandoned_alive >= MOST_ABANDONED:
-            raise _NoAnswer(f"{MOST_ABANDONED} earlier calls still hang in the driver")
+            raise NoAnswer(f"{MOST_ABANDONED} earlier calls still hang {self._where}")
         worker = self._worker or await _started()
         self._worker = None
         answer: dict[str, Any] = {"error": "the probe worker ended without an answer"}
@@ -196,7 +198,7 @@ async def _started() -> _Worker:
     try:
         return await _Worker.start()
     except OSError as error:
-        raise _NoAnswer(f"the probe worker cannot be started: {error}") from error
+        raise NoAnswer(f"the probe worker cannot be started: {error}") from error
 
 
 def _gpu(gpu: dict[str, Any]) -> Gpu:

@@ -1,8 +1,10 @@
 """What a proof is bound to beside the command: the model's content, and SGLang's version. A proof for one checkpoint or
-release says nothing about another at the same path."""
+release says nothing about another at the same path.
+
+Read by `host.probe_worker`, because a file system may hang.
+"""
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 _LARGEST_BYTES = 64 * 1024 * 1024  # a weight index of a 600B model is about 10 MB
@@ -24,11 +26,9 @@ def model_digest(path: str) -> str:
     return digest.hexdigest() if found else ""
 
 
-def sglang_version(argv: Sequence[str]) -> str:
-    """The version of the `sglang` distribution beside the interpreter that runs the command; empty where there is none
-    to be seen (a container, a source tree on PYTHONPATH)."""
-    if not argv:
-        return ""
-    prefix = Path(argv[0]).parent.parent
+def sglang_version(interpreter: str) -> str:
+    """The version of the `sglang` distribution beside the interpreter; empty where there is none to be seen (a
+    container, a source tree on PYTHONPATH)."""
+    prefix = Path(interpreter).parent.parent
     found = sorted(prefix.glob("lib/python3.*/site-packages/sglang-*.dist-info"))
     return found[-1].name.removeprefix("sglang-").removesuffix(".dist-info") if found else ""

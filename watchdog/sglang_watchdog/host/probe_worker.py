@@ -1,10 +1,11 @@
-"""The helper process that does everything which can hang in the driver: NVML, and what /proc says of GPU holders.
+"""The helper process that does everything which can hang: NVML, what /proc says of GPU holders, a model's files.
 
 Run as `python -m sglang_watchdog.host.probe_worker` with one socket or a pair of pipes as stdin and stdout. It answers
 one JSON line for each, in order, and ends when its input does. It decides nothing, keeps nothing but an initialised
 NVML, and imports little, because its start is part of every deadline. Its parent may kill it at any time.
 
-Requests: `{"do": "gpus"}`, `{"do": "process", "pid": N}`, `{"do": "device_holders"}`. Answers: `{"answer": …}`, or
+Requests: `{"do": "gpus"}`, `{"do": "process", "pid": N}`, `{"do": "device_holders"}`,
+`{"do": "server_files", "model": PATH, "interpreter": PATH}`. Answers: `{"answer": …}`, or
 `{"error": "one sentence"}` for what the driver refused.
 """
 
@@ -41,8 +42,16 @@ def _answer(request: Json) -> Json:
             return {"answer": process(request["pid"])}
         case "device_holders":
             return {"answer": device_holders()}
+        case "server_files":
+            return {"answer": _server_files(request["model"], request["interpreter"])}
         case unknown:
             return {"error": f"the probe worker knows no request {unknown!r}"}
+
+
+def _server_files(model_path: str, interpreter: str) -> Json:
+    from sglang_watchdog.host import model  # not needed for any other question
+
+    return {"model_digest": model.model_digest(model_path), "version": model.sglang_version(interpreter)}
 
 
 # NVML

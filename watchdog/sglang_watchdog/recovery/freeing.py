@@ -32,7 +32,7 @@ class Means(StrEnum):
     """How a holder is ended."""
 
     SIGNAL = "signal"  # by us: pidfd, proof, signal
-    SYSTEMD = "systemd"  # by KillUnit: it is in the unit's cgroup
+    SYSTEMD = "systemd"  # by KillUnit, with all that is in the unit's cgroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,22 @@ class FreePlan:
     unnamed: tuple[Unnamed, ...] = ()
 
 
-def free_plan(reading: GpuReading, verdicts: Verdicts, baseline: GpuReading | None = None) -> FreePlan:
-    """`verdicts` by pid; a holder without one is left alone. `baseline` is the reading before the launch."""
+def free_plan(
+    reading: GpuReading, verdicts: Verdicts, baseline: GpuReading | None = None, *, whole_group: bool = False
+) -> FreePlan:
+    """`verdicts` by pid; a holder without one is left alone. `baseline` is the reading before the launch.
+
+    `whole_group`: systemd's own stop would end all of the unit's cgroup, so KillUnit may. Not beside a holder in it
+    that is spared: then each is signalled by itself, with its own proof."""
+    whole_group = whole_group and not any(
+        ownership.in_unit_cgroup and ownership.owner is not Owner.OURS for ownership in verdicts.values()
+    )
     end: list[Ending] = []
     spared: list[Spared] = []
     for pid, held in _held(reading).items():
         ownership = _verdict(pid, verdicts)
         if ownership.owner is Owner.OURS and ownership.process is not None:
-            means = Means.SYSTEMD if ownership.in_unit_cgroup else Means.SIGNAL
+            means = Means.SYSTEMD if whole_group and ownership.in_unit_cgroup else Means.SIGNAL
             end.append(Ending(ownership.process, held, means, ownership.reason))
         else:
             spared.append(Spared(pid, held, ownership.owner, ownership.reason))

@@ -39,6 +39,7 @@ class Sense(StrEnum):
     NVML = "nvml_known"
     LEDGER = "ledger_writable"
     JOURNAL = "journal_readable"
+    MODEL = "model_readable"
 
 
 _SENSES = {
@@ -46,6 +47,7 @@ _SENSES = {
     Sense.NVML: "1 where NVML answered when last asked",
     Sense.LEDGER: "1 while the ledger can be written; 0: the watchdog only observes",
     Sense.JOURNAL: "1 where the last pull of the journal worked",
+    Sense.MODEL: "1 where the files of the model last launched could be read within 10 s",
 }
 
 
@@ -148,7 +150,7 @@ class Metrics:
         self._blind: set[Sense] = set()
         self._info("build", "Version of the watchdog", told=("version",)).info({"version": version})
         ProcessCollector(registry=self.registry)
-        for sense in (Sense.NVML, Sense.JOURNAL):
+        for sense in (Sense.NVML, Sense.JOURNAL, Sense.MODEL):
             self._sight[sense].set(1)  # nothing has failed yet
         self._preset()
 
