@@ -30,6 +30,9 @@ test-sglang: setup ## a real SGLang 0.5.16 on the CPU under the watchdog (2.3 GB
 	@packaging/sglang-env.sh
 	@$(PY) -m pytest tests/sglang_real
 
+crash-points: setup ## the watchdog killed at every point of its work, one at a time: an hour
+	@CRASH_POINTS=all $(PY) -m pytest -s tests/lab_product/test_crash_points.py
+
 fuzz: setup ## a coverage-guided search for logs that break the diagnosis: 20 minutes
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r packaging/requirements-fuzz.txt
 	@PYTHONPATH=tests nice -n 10 $(PY) -m fuzz -max_total_time=1200 -verbosity=0 -print_final_stats=1
@@ -41,4 +44,4 @@ test-prometheus: setup ## rules, dashboard and alerts on Debian's Prometheus and
 wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
-.PHONY: help setup demo test lint unit soak test-sglang fuzz test-prometheus wheel
+.PHONY: help setup demo test lint unit soak test-sglang crash-points fuzz test-prometheus wheel

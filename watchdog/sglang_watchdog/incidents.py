@@ -39,6 +39,11 @@ _ASKED_FOR = frozenset({FailureClass.REQUESTED_STOP, FailureClass.STOP_TIMEOUT_S
 log = structlog.get_logger()
 
 
+def _came_through(intents: list[Intent]) -> bool:
+    """systemd took the start: the step came to its end."""
+    return any(intent.step is Step.START and intent.outcome == "done" for intent in intents)
+
+
 @dataclass(frozen=True, slots=True)
 class Verification:
     """The last step of a recovery, which lasts for as long as the server loads."""
@@ -102,7 +107,8 @@ class Incidents:
                 self._await_tokens(incident)
             else:
                 self._close(incident, Outcome.YIELDED, "The unit was started while the watchdog was away.")
-        elif Step.START in begun and not same:
+        elif Step.START in begun and not same and (snapshot.invocation or _came_through(intents)):
+            # Without an invocation systemd has forgotten the unit since, and no launch followed the one that failed.
             self._close(incident, Outcome.FAILED, "What it started ended while the watchdog was away.")
         elif Step.HOLD not in begun:
             self._close(incident, Outcome.REPORTED, "The watchdog ended in the middle; nothing was held.")

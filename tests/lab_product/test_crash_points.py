@@ -1,0 +1,271 @@
+"""The watchdog is killed at every point of its work, one at a time, and the end is the same each time.
+
+A recovery is run once with its points written down (see `crashing`), then again for each of them with a SIGKILL there.
+systemd restarts the watchdog; what counts is what the host looks like in the end. The test suite takes the most telling
+points; `make crash-points` takes all of them, and `CRASH_POINTS=NAME` those with a name like that.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from lab.host import CHECKOUT, LabHost
+from lab_product import crashing
+from lab_product.conftest import GIB, Inference, override, proven
+from lab_product.installed import PYTHON, SERVICE, STATE, InferenceHost
+from lab_product.sglang_unit import OVERRIDES, Way
+from lab_product.test_crash import DROP_IN
+from lab_product.test_operator import ACTING, AT_ONCE, let_go, steps_of
+from waiting import wait_until
+
+# "all", or a part of a point's name.
+CHOSEN = os.environ.get("CRASH_POINTS", "")
+# Something was done and is not recorded, or was recorded and is not done, or is under way.
+MOST_TELLING = re.compile(
+    r"(bus (stop|reset_failed|start|kill)|signal \w+|override (rename|unlink)|daemon-reload"
+    r"|ledger (plan_incident|begin\(start\)|forget_override)) (after|under way)#1"
+)
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.xdist_group("crash-points"),
+    pytest.mark.timeout(3600 if CHOSEN == "all" else 900),
+]
+
+DRIVER = CHECKOUT / "tests/lab_product/crashing.py"
+FAST = replace(AT_ONCE, time_scale=0.01, faults="leak_child")
+# No number of deaths or of rollbacks is too many here.
+ENDLESS = {**ACTING, "rollbacks": 1000, "rollbacks_per_day": 1000}
+SERVICE_DROP_IN = f"""[Unit]
+StartLimitIntervalSec=0
+[Service]
+ExecStart=
+ExecStart={PYTHON} -P {DRIVER} run
+RestartSec=100ms
+ReadWritePaths={crashing.FOLDER}
+"""
+DEADLINE_S = 60.0
+SAVED = "/var/lib/crash-points"
+# Everything that is to be known of the end, in one visit to the host.
+LOOK = """
+import glob, json, os, sqlite3, sys
+state, folders = sys.argv[1], sys.argv[2:]
+OUTCOMES = "SELECT outcome FROM incidents WHERE opened > (SELECT max(proven) FROM known_good) ORDER BY opened"
+db = sqlite3.connect(f"file:{state}/ledger.db?mode=ro", uri=True)
+rows = lambda sql: [list(row) for row in db.execute(sql)]
+read = lambda path: open(path).read().split("\\n")[:-1] if os.path.exists(path) else []
+print(json.dumps({
+    "sound": rows("PRAGMA integrity_check") == [["ok"]],
+    "outcomes": [row[0] for row in rows(OUTCOMES)],
+    "override": rows("SELECT target FROM overrides"),
+    "armed": os.path.exists("/run/crash-points/armed"),
+    "signals": read("/run/crash-points/signals"),
+    "files": [path for folder in folders for path in glob.glob(folder + "/*") + glob.glob(folder + "/.*.new")],
+}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_shipped(lab: LabHost) -> Iterator[None]:
+    yield
+    let_go(lab)
+    lab.run("rm", "--recursive", "--force", DROP_IN, SAVED, crashing.FOLDER)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a host looks like once it is over."""
+
+    sound: bool
+    outcomes: list[str]
+    override: list[list[str]]
+    armed: bool
+    signals: list[str]
+    files: list[str]
+
+    @classmethod
+    def on(cls, host: InferenceHost) -> "Seen":
+        folders = (OVERRIDES, f"{host.sglang.file_path}.d")
+        return cls(**json.loads(host.host.run(PYTHON, "-c", LOOK, STATE, *folders).stdout))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One kind of work. `provoke` starts the watchdog and makes it do that; what it does before `arm` was called does
+    not count. `over` says when that has come to its end, and `wrong` what is wrong with the end: nothing in a good one.
+    """
+
+    provoke: Callable[[InferenceHost, Callable[[], None]], None]
+    over: Callable[[InferenceHost, Seen], bool]
+    wrong: Callable[[InferenceHost, Seen, float], list[str]]
+
+    def run(self, host: InferenceHost, point: str) -> list[str]:
+        """Returns what went wrong; with an empty point nothing is killed."""
+        begun = time.time()
+        back_to_the_start(host)
+        self.provoke(host, lambda: host.host.write(crashing.ARMED, point))
+        seen: list[Seen] = []
+
+        def is_over() -> bool:
+            seen[:] = [Seen.on(host)]
+            return self.over(host, seen[0])
+
+        try:
+            wait_until(is_over, DEADLINE_S, "the end")
+        except AssertionError as in_vain:
+            return [f"{in_vain}: {seen}", host.log(30)]
+        end = seen[0]
+        reached = [] if not point or not end.armed else [f"{point} was never reached"]
+        return [*reached, *([] if end.sound else ["the ledger is broken"]), *self.wrong(host, end, begun)]
+
+
+# The ground on which every trial begins
+
+
+def save(host: InferenceHost) -> None:
+    """What the watchdog knows and has put in force now is what every trial begins with."""
+    host.host.systemctl("stop", SERVICE)
+    script = 'rm -rf "$1"; mkdir "$1" && cp -a "$2" "$1/state"; cp -a "$3.d/90-sglang-watchdog.conf" "$1/" || true'
+    host.host.run("sh", "-c", script, "save", SAVED, STATE, host.sglang.file_path)
+
+
+def back_to_the_start(host: InferenceHost) -> None:
+    script = (
+        'systemctl stop "$1"; systemctl stop --no-block "$2"; systemctl kill --signal=KILL --kill-whom=all "$2";'
+        ' systemctl stop "$2"; systemctl reset-failed "$1" "$2"; rm -rf "$3"/* "$4.d/90-sglang-watchdog.conf" "$6";'
+        ' cp -a "$5"/state/. "$3"/; cp -a "$5"/90-sglang-watchdog.conf "$4.d/" 2>/dev/null;'
+        ' mkdir -p "$6"; systemctl daemon-reload'
+    )
+    words = (SERVICE, host.unit, STATE, host.sglang.file_path, SAVED, str(crashing.FOLDER))
+    host.host.run("sh", "-c", script, "back", *words, check=False, timeout=60)
+
+
+def wait_watching(host: InferenceHost) -> None:
+    shown = {"SubState": "running"}
+    wait_until(lambda: host.host.show(SERVICE, "SubState") == shown, DEADLINE_S, "the watchdog watches")
+
+
+def points(host: InferenceHost) -> list[str]:
+    """Those of the run that is over, in order."""
+    return list(dict.fromkeys(host.host.read(crashing.CROSSED).split("\n")[:-1]))
+
+
+def chosen(crossed: list[str]) -> list[str]:
+    """Those that are asked for; else the first after each kind of act that changes the host."""
+    if CHOSEN:
+        return [point for point in crossed if CHOSEN == "all" or CHOSEN in point]
+    return [point for point in crossed if MOST_TELLING.fullmatch(point)]
+
+
+def kill_at_every_point(host: InferenceHost, trial: Trial, name: str) -> None:
+    assert trial.run(host, "") == []
+    crossed = points(host)
+    wrong: dict[str, list[str]] = {}
+    picked = chosen(crossed)
+    for point in picked:
+        begun = time.monotonic()
+        if said := trial.run(host, point):
+            wrong[point] = said
+        print(f"{name}: {point}: {'; '.join(said) or 'ends well'} ({time.monotonic() - begun:.1f} s)", file=sys.stderr)
+    print(f"{name}: killed at {len(picked)} of {len(crossed)} points, {len(wrong)} ended badly", file=sys.stderr)
+    assert wrong == {}, "\n".join(f"{point}: {'; '.join(said)}" for point, said in wrong.items())
+
+
+def served_configs(host: InferenceHost, since: float) -> list[str]:
+    """`--speculative-num-steps` of the launches since then, in order, by what the server printed."""
+    lines = host.host.journal(f"_SYSTEMD_UNIT={host.unit}", f"--since=@{since:.6f}")
+    said = (str(entry["MESSAGE"]) for entry in lines)
+    return [line.partition("speculative_num_steps=")[2].partition(",")[0] for line in said if "server_args=" in line]
+
+
+# A rollback, by either way of putting a config in force
+
+
+def start_what_fails(host: InferenceHost) -> None:
+    wait_watching(host)
+    host.host.systemctl("start", "--no-block", host.unit)
+
+
+def roll_back(host: InferenceHost, arm: Callable[[], None]) -> None:
+    arm()
+    host.host.systemctl("start", "--no-block", SERVICE)
+    start_what_fails(host)
+
+
+def contained(host: InferenceHost, seen: Seen) -> bool:
+    return seen.outcomes[-1:] == ["contained"] and host.state() == "active/running"
+
+
+def wrong_after_a_rollback(host: InferenceHost, seen: Seen, begun: float) -> list[str]:
+    ran = served_configs(host, begun)
+    sent = [line.rpartition(" ")[0] for line in seen.signals if line.endswith(" sent")]
+    expected_file = f"{OVERRIDES}/{host.unit}.env" if host.sglang.way is Way.ENVIRONMENT_FILE else ""
+    checks = {
+        f"steps {steps_of(host)} run": steps_of(host) != "4",
+        f"started with {ran}": ran.count("4") != 1 or ran[-1] != "4" or "10" not in ran,
+        f"left open: {seen.outcomes}": "open" in seen.outcomes,
+        f"contained more than once: {seen.outcomes}": seen.outcomes.count("contained") != 1,
+        f"killed more than once: {sent}": len(sent) != len(set(sent)),
+        f"a half file: {seen.files}": any(path.endswith(".new") for path in seen.files),
+        f"no override: {seen.files}": bool(expected_file) and expected_file not in seen.files,
+        "no tokens came": host.tokens(4) != 4,
+    }
+    return [said for said, is_wrong in checks.items() if is_wrong]
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_rollback_ends_the_same_wherever_the_watchdog_is_killed(inference: Inference, way: Way) -> None:
+    with inference(settings=ENDLESS, simulation=FAST, way=way, kill_mode="process", restart_s=1.0) as host:
+        proven(host)
+        with host.bystander(0, GIB) as bystander:
+            save(host)
+            host.host.write(DROP_IN, SERVICE_DROP_IN)
+            host.change(steps=10)
+            kill_at_every_point(host, Trial(roll_back, contained, wrong_after_a_rollback), f"rollback by {way}")
+            assert bystander.alive()
+
+
+# The operator changes the flags: the override goes
+
+
+def change_the_flags(host: InferenceHost, arm: Callable[[], None]) -> None:
+    host.host.systemctl("start", "--no-block", SERVICE)
+    wait_watching(host)
+    host.start()
+    arm()
+    host.change(steps=3)
+    host.reload()
+    host.restart()
+
+
+def withdrawn(host: InferenceHost, seen: Seen) -> bool:
+    return not seen.override and steps_of(host) == "3"
+
+
+def wrong_after_a_withdrawal(host: InferenceHost, seen: Seen, begun: float) -> list[str]:  # noqa: ARG001
+    host.change(steps=10)  # as the next trial finds it
+    checks = {
+        f"an override is left: {seen.files}": any("watchdog" in path or path.endswith(".env") for path in seen.files),
+        "no tokens came": host.tokens(4) != 4,
+        f"incidents: {seen.outcomes}": bool({"open", "failed", "held"} & set(seen.outcomes)),
+    }
+    return [said for said, is_wrong in checks.items() if is_wrong]
+
+
+@pytest.mark.parametrize("way", Way)
+def test_an_override_is_withdrawn_wherever_the_watchdog_is_killed(inference: Inference, way: Way) -> None:
+    with inference(settings=ENDLESS, simulation=replace(FAST, faults=""), way=way) as host:
+        proven(host)
+        host.change(steps=10)
+        host.reload()
+        host.restart(wait=False)
+        host.wait_alert(OUTCOME="contained")
+        assert override(host)
+        save(host)
+        host.host.write(DROP_IN, SERVICE_DROP_IN)
+        kill_at_every_point(host, Trial(change_the_flags, withdrawn, wrong_after_a_withdrawal), f"withdrawal by {way}")
