@@ -38,6 +38,12 @@ def lab_factory() -> LabFactory:
 
 
 @pytest.fixture(scope="session")
+def module_lab() -> LabFactory:
+    """As `lab_factory`, for the fixtures of a whole file."""
+    return _host
+
+
+@pytest.fixture(scope="session")
 def lab() -> Iterator[LabHost]:
     """A host on this machine's own systemd, shared by many tests."""
     with _host("shared") as host:

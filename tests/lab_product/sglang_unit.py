@@ -41,6 +41,8 @@ class SglangUnit:
     start_limit_s: float = 0.0
     wanted_by: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    service: tuple[str, ...] = ()
+    """More lines of [Service]."""
 
     @property
     def file_path(self) -> str:
@@ -71,6 +73,7 @@ class SglangUnit:
             f"TimeoutStopSec={self.timeout_stop_s:g}",
             f"Restart={self.restart}",
             f"RestartSec={self.restart_s:g}",
+            *self.service,
         ]
         installed = ["", "[Install]", f"WantedBy={self.wanted_by}"] if self.wanted_by else []
         return "\n".join([*lines, *installed, ""])

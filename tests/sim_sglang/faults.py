@@ -21,6 +21,9 @@ class Fault(StrEnum):
     GRAPH_BUFFERS_OOM = "graph_buffers_oom"  # the same before it, without the wrapping words
     WEIGHTS_OOM = "weights_oom"  # out of memory while weights load
     RUNTIME_OOM = "runtime_oom"  # out of memory in the prefill of the Nth request (1)
+    CUDA_FAULT = "cuda_fault"  # an illegal access in the prefill of a request
+    NCCL_FAULT = "nccl_fault"  # a collective that fails in the prefill of a request
+    EAT_MEMORY = "eat_memory"  # scheduler 0 takes N MiB (4096) of host memory when it serves
     CRASH_AFTER = "crash_after"  # a software exception after N finished requests (1)
     INIT_SIGNAL = "init_signal"  # scheduler 0 ends by signal N (9) before graphs are captured
     INIT_HANG = "init_hang"  # a start that stops after its weights, without a word
@@ -31,7 +34,7 @@ class Fault(StrEnum):
     DEAD_SCHEDULER = "dead_scheduler"  # scheduler 0 is gone and main does not notice, in any release
 
 
-DEFAULTS = {Fault.RUNTIME_OOM: 1, Fault.CRASH_AFTER: 1, Fault.INIT_SIGNAL: 9}
+DEFAULTS = {Fault.RUNTIME_OOM: 1, Fault.CRASH_AFTER: 1, Fault.INIT_SIGNAL: 9, Fault.EAT_MEMORY: 4096}
 
 
 @dataclass(frozen=True)

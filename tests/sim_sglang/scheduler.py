@@ -33,6 +33,14 @@ LAST_BREATH_S, ENDING_S = 3.4, 1.5
 TICK_S = 0.008
 ORPHAN_LIVES_S = 900
 SERVING = ("managers/scheduler.py:run_event_loop", "managers/scheduler.py:run_batch")
+# What torch and NCCL say of a fault; nothing but a card can bring one about.
+IN_A_FORWARD = {
+    Fault.CUDA_FAULT: "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    Fault.NCCL_FAULT: (
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled"
+        " system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5"
+    ),
+}
 CUSTOM_MASK = (
     "RuntimeError: The expanded size of the tensor (8388608) must match the existing size (8388736) at non-singleton"
     " dimension 0.  Target sizes: [8388608].  Tensor sizes: [8388736]"
@@ -241,16 +249,28 @@ class Scheduler:
         limit = self.faults.get(Fault.RUNTIME_OOM)
         if limit is not None and self.clients >= limit:
             raise Crash(TORCH_OOM + str(self.card.refuse(192 << 20)))
+        for fault, error in IN_A_FORWARD.items():
+            if self.clients and self.faults.on(fault):
+                raise Crash(error)
 
     def _suffer(self) -> None:
         if self.faults.on(Fault.DEAD_SCHEDULER):
             os.kill(os.getpid(), signal.SIGKILL)
+        self._eat_if_asked()
         began = time.monotonic()
         limit = 1.25 * (self.args.get("watchdog_timeout") or 300) * self.settings.time_scale
         while self.faults.on(Fault.HANG):
             time.sleep(0.02)
             if self.batch.running and time.monotonic() - began > limit:
                 self._internal_watchdog()
+
+    def _eat_if_asked(self) -> None:
+        """Takes memory for good; on a host with less than that the kernel ends it on the way."""
+        mib = self.faults.get(Fault.EAT_MEMORY)
+        if mib is not None:
+            held = [b"\x01" * (16 << 20) for _ in range(mib // 16)]
+            self.log.say(f"holding {len(held) * 16} MiB of host memory")
+            _live_on()
 
     def _internal_watchdog(self) -> None:
         """SGLang's own: only while a batch runs, and never before the start is over."""

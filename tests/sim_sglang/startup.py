@@ -35,6 +35,11 @@ OLD_POOLING = (
     "model_executor/model_runner_kv_cache_mixin.py:init_memory_pool",
 )
 CAPTURING = ("managers/scheduler.py:init_all_cuda_graphs", "model_executor/model_runner.py:init_cuda_graphs")
+NCCL = ("distributed/device_communicators/pynccl.py:__init__",)
+NCCL_FAILED = "RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)"
+NCCL_SEGMENT = 9_637_888
+HOST_CACHE = ("managers/scheduler.py:init_cache_with_memory_pool", "mem_cache/memory_pool_host.py:__init__")
+HOST_RESERVE = 10 << 30
 TIMINGS = (
     "Engine startup timings (s): load_weight=8.00, kv_cache_allocation=0.50, scheduler_e2e=21.40, cuda_graph="
     "{prefill=0.00, decode=0.00, target_verify=1.40, draft_prefill=0.00, draft_decode=1.40, draft_extend=1.40},"
@@ -76,6 +81,7 @@ class Startup:
         self._allocate_target(pools)
         if release.sizes_pools_last:
             self._allocate_draft(pools)
+        self._allocate_host_cache()
         self._end_by_signal_if_asked()
         captures = self._captures()
         self._capture(captures[:1])
@@ -112,6 +118,7 @@ class Startup:
             self.log.say(f"{name} begin.")
             self._mention_cpu()
             shared = COLLECTIVES if self.args.tp > 1 else 0
+            self._share_memory()
             self.card.take(shared)
         self.settings.rest(INIT_S)
         if self.args.release.at_least("0.5.23"):
@@ -124,6 +131,24 @@ class Startup:
         before = self._least_free()
         self._check_balance(before)
         return before
+
+    def _share_memory(self) -> None:
+        """NCCL's segment in /dev/shm, which is unlinked once the ranks have met."""
+        if self.args.tp == 1 or self.args.on_cpu:
+            return
+        name = f"nccl-sim-{os.getpid()}"
+        segment = os.open(f"/dev/shm/{name}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(segment, 0, NCCL_SEGMENT)
+        except OSError as full:
+            where = f"host:{os.getpid()}:{os.getpid()} [{self.rank}] include/shm.h"
+            words = f"Call to posix_fallocate failed : {full.strerror}"
+            segment_words = f"Error while creating shared memory segment {name} (size {NCCL_SEGMENT})"
+            self.log.bare(f"{where}:28 NCCL WARN {words}\n{where}:48 NCCL WARN {segment_words}\n")
+            raise StartFailed(NCCL, NCCL_FAILED) from full
+        finally:
+            os.close(segment)
+            os.unlink(f"/dev/shm/{name}")
 
     def _mention_cpu(self) -> None:
         if self.args.on_cpu:
@@ -207,6 +232,20 @@ class Startup:
             self.log.say(logs.mamba_cache(pools, bool(self.args.draft_tokens)))
         self.log.say(logs.kv_cache(self.args.release, pools.tokens, pools.kv))
         self.log.say(f"Memory pool end. avail mem={gb(self._least_free())}")
+
+    def _allocate_host_cache(self) -> None:
+        """The hierarchical cache in host memory, which the release refuses where the host has not that much free."""
+        if not self.args.get("enable_hierarchical_cache"):
+            return
+        wanted = int(self.args.get("hicache_size")) * 10**9
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - HOST_RESERVE
+        if wanted > free:
+            error = (
+                f"ValueError: Not enough host memory available. Requesting {wanted / 1e9:.2f} GB but only have"
+                f" {free / 1e9:.2f} GB free. Please reduce the size of the hierarchical cache."
+            )
+            raise StartFailed(HOST_CACHE, error)
+        self.log.say(f"Allocating {wanted / 1e9:.2f} GB host memory for hierarchical KV cache.")
 
     def _allocate_draft(self, pools: Pools) -> None:
         if not self._has_draft:

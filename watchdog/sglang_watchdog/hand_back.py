@@ -9,10 +9,11 @@ so then nothing is handed back.
 from pathlib import Path
 
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
+from sglang_watchdog.host import override
 from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.host.lock import only_one
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
-from sglang_watchdog.overriding import FOLDER, undo_unloaded
+from sglang_watchdog.overriding import undo_unloaded
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.settings import Settings
 
@@ -61,7 +62,7 @@ def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd, *, theirs: b
     intents = ledger.intents(incident.id)
     if not owes_a_start(intents):
         return f"{incident.unit}: nothing is owed for incident {incident.id}."
-    undo_unloaded(systemd, ledger, incident.unit, ledger.path.parent / FOLDER)
+    undo_unloaded(systemd, ledger, incident.unit, ledger.path.parent / override.FOLDER)
     started = not theirs and start_if_down(systemd, incident.unit)
     runs = "the operator acted on it meanwhile" if theirs else "it runs already"
     reason = "started, because the watchdog ended in the middle" if started else runs

@@ -3,8 +3,6 @@
 The diagnosis and the plan are pure; this is what stands between them and the world.
 """
 
-import contextlib
-import os
 from collections.abc import Callable
 
 import structlog
@@ -104,7 +102,7 @@ class Inquest:
                 memory_when_proven=self._memory_when_proven(known_good),
                 loaded=launch.definition,
                 on_disk=unit_files.definition_on_disk(snapshot),
-                disk_changed=_disk_changed(snapshot),
+                disk_changed=unit_files.disk_changed(snapshot),
                 intended=self._intended(snapshot),
                 shadowed=unit_files.shadowed_config(snapshot, self.managed),
                 surprise_told=launch.surprise_told,
@@ -215,14 +213,3 @@ class Inquest:
 
 def _budget(settings: UnitSettings) -> Budget:
     return Budget(settings.rollbacks, settings.rollback_window, settings.rollbacks_per_day, settings.cool_down)
-
-
-def _disk_changed(snapshot: UnitSnapshot) -> float | None:
-    """When the newest of the unit's files came to be what it is now (Unix seconds). The change time of the inode, since
-    a copy may carry an old modification time."""
-    disk = unit_files.on_disk(snapshot)
-    times = []
-    for path in filter(None, (disk.fragment, *disk.drop_ins, *disk.environment_files)):
-        with contextlib.suppress(OSError):
-            times.append(os.stat(path).st_ctime)
-    return max(times, default=None)

@@ -16,8 +16,6 @@ from sglang_watchdog.parts import Parts
 from sglang_watchdog.recovery.executor import StepFailed
 from sglang_watchdog.settings import UnitSettings
 
-FOLDER = "overrides"
-
 
 class Overriding:
     """The edge between a plan's target config and the files that make it so."""
@@ -26,7 +24,7 @@ class Overriding:
         self._unit = unit
         self._managed = frozenset[str](settings.managed_flags)
         self._parts = parts
-        self._folder = parts.state_dir / FOLDER
+        self._folder = parts.state_dir / override.FOLDER
         self._reload_due = False
 
     def obstacle(self, snapshot: UnitSnapshot) -> str:

@@ -13,7 +13,9 @@ from sglang_watchdog.diagnosis.launches import read_launch
 from sglang_watchdog.diagnosis.show import parse_show
 from sglang_watchdog.domain.errors import LedgerError, UnusableInput, WatchdogError
 from sglang_watchdog.domain.launch import Launch
+from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host import override, unit_files
 from sglang_watchdog.host.journal import matches_of
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.settings import Settings, load
@@ -38,7 +40,19 @@ def live_case(unit: str, invocation: str, state_dir: Path) -> Case:
     chosen = invocation or (snapshot.invocation if snapshot.ended else "")
     matches = matches_of(chosen) if chosen else [*_NAMELESS, f"_SYSTEMD_UNIT={unit}", "+", f"UNIT={unit}"]
     timeline = read_launch(read_journal(_journalctl(matches), "the journal"), chosen, unit)
-    return Case(timeline=timeline, unit=snapshot, launch=_recorded(state_dir, timeline.invocation))
+    return Case(
+        timeline=timeline,
+        unit=snapshot,
+        launch=_recorded(state_dir, timeline.invocation),
+        disk_changed=unit_files.disk_changed(snapshot),
+        intended=_intended(snapshot, state_dir),
+    )
+
+
+def _intended(snapshot: UnitSnapshot, state_dir: Path) -> SpeculationConfig | None:
+    """What the unit's files ask for, as the daemon sees it; None where their command cannot be told from them."""
+    obstacle = override.override_obstacle(snapshot, state_dir / override.FOLDER)
+    return None if obstacle else unit_files.intended_config(snapshot)
 
 
 def _show(unit: str) -> UnitSnapshot:

@@ -27,6 +27,7 @@ _FAULT_XIDS = frozenset({13, 31})
 _GOES_ON_SAME_RANK = 5.0  # seconds of decoding on the same rank that prove that a line was not the end
 _GOES_ON = 90.0  # on any rank: SGLang's crash diagnostics keep the others alive for up to 65 s
 _SAME_EVENT = 60.0
+_SILENT = 120.0  # seconds between the last failed health check and the end
 _LAST_LINES = 3
 _CLIENT_ENDS = 15.0  # within which a container's client ends after its container
 _OTHER_RANK = 30.0  # within which the rank that failed first may be logged after one that failed because of it
@@ -198,7 +199,8 @@ def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
         case Meaning.CHILD_DIED:
             return _BY_CHILD.get(hit.groups.get("code", ""))
         case Meaning.NO_PROGRESS:
-            return (Class.UNRESPONSIVE, 0.6) if _prober_followed(hit, case.timeline) else None
+            silent = _prober_followed(hit, case.timeline) or _silent_to_the_end(hit, case.timeline)
+            return (Class.UNRESPONSIVE, 0.6) if silent else None
         case _:
             return _PLAIN.get(hit.means)
 
@@ -254,6 +256,13 @@ def _killed_by_nine(case: Case) -> bool:
 
 def _prober_followed(hit: Hit, timeline: Timeline) -> bool:
     return any(other.means is Meaning.PROBER_KILL and other.order > hit.order for other in timeline.hits)
+
+
+def _silent_to_the_end(hit: Hit, timeline: Timeline) -> bool:
+    """No sign of generation after the failed check, and such checks until shortly before the end (or the last word of
+    a launch that runs): one that failed long before proves nothing of what came then."""
+    newest = max(other.time for other in timeline.hits if other.means is Meaning.NO_PROGRESS)
+    return timeline.alive <= hit.time and timeline.last - newest <= _SILENT
 
 
 def _phase(hit: Hit, failure: Class) -> Phase:

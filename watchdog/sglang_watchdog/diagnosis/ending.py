@@ -85,6 +85,9 @@ def judge_stop(ending: Ending, cause: Cause | None) -> Verdict | None:
     asked = ending.asked_order
     if cause is None and asked is None:
         return _unseen_stop(ending)
+    late = ending.timeline.word(Word.START_TIMED_OUT)
+    if late and asked is not None and late.order < asked and (cause is None or cause.order > late.order):
+        return start_timeout(ending, late)  # SGLang logs the SIGTERM that systemd then sends like any other
     if asked is not None and (cause is None or cause.order > asked):
         return _asked(ending)
     return None
@@ -236,6 +239,17 @@ def _evicted(ending: Ending, hit: Hit) -> Verdict:
         "Another supervisor took the server off this machine: it withdrew its place and then ended it.",
         evidence=(of_hit(hit), *((of_hit(ending.sigterm),) if ending.sigterm else ()), *ending.proofs()),
         advice=("Look in that supervisor's own log for the reason; the server itself did not fail.",),
+    )
+
+
+def start_timeout(ending: Ending, said: Said) -> Verdict:
+    return Verdict(
+        Class.START_TIMEOUT,
+        0.9,
+        "The server was not up within the unit's start timeout, and systemd ended it while it was still starting.",
+        evidence=(of_said(said), *ending.proofs()),
+        advice=("Raise TimeoutStartSec= in the unit, or find out what made the start so slow.",),
+        ruled_out=(RuledOut(Class.STOP_TIMEOUT_SIGKILL, "it was the start that timed out, not a stop"),),
     )
 
 

@@ -227,8 +227,9 @@ _SENTENCES: dict[Class, tuple[str, str]] = {
         "Find what it hung in (stack dumps before the end of the log); a longer --watchdog-timeout only hides it.",
     ),
     Class.UNRESPONSIVE: (
-        "The server stopped answering, and a health check had it killed.",
-        "Look at what it was doing before the health checks failed.",
+        "The server stopped answering its health checks while its main process was alive.",
+        "Look at what it was doing before the health checks failed. Up to SGLang 0.5.9 the main process stays when its "
+        "scheduler has died: only a restart of the unit helps then.",
     ),
     Class.BAD_ARGUMENTS: (
         "The server refused its command line or settings.",

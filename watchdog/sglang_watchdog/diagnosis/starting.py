@@ -1,7 +1,7 @@
 """Ends for which systemd's words are all that there is: starts that failed or took too long, and kills from outside."""
 
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.ending import Ending, client_kill
+from sglang_watchdog.diagnosis.ending import Ending, client_kill, start_timeout
 from sglang_watchdog.diagnosis.manager import Said, Word
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.verdict import Verdict, of_hit, of_said, of_unit
@@ -144,16 +144,7 @@ def _drop_ins(paths: tuple[str, ...]) -> tuple[Evidence, ...]:
 
 def _start_timeout(case: Case, ending: Ending) -> Verdict | None:
     said = case.timeline.word(Word.START_TIMED_OUT)
-    if not said:
-        return None
-    return Verdict(
-        Class.START_TIMEOUT,
-        0.9,
-        "The server was not up within the unit's start timeout, and systemd ended it while it was still starting.",
-        evidence=(of_said(said), *ending.proofs()),
-        advice=("Raise TimeoutStartSec= in the unit, or find out what made the start so slow.",),
-        ruled_out=(RuledOut(Class.STOP_TIMEOUT_SIGKILL, "it was the start that timed out, not a stop"),),
-    )
+    return start_timeout(ending, said) if said else None
 
 
 def _client_kill(case: Case, ending: Ending) -> Verdict | None:

@@ -26,6 +26,7 @@ _LONG_AGO = 300.0  # seconds after which a line gives way to newer ones of its k
 _MOST_SAID = 64
 _MOST_PROCESSES = 512
 _MOST_TEXT = 2000
+_KERNEL_LATE = 2.0  # seconds by which a line of the kernel may be logged after the end that it is about
 Matches = list[tuple[Signature, re.Match[str]]]
 
 
@@ -138,7 +139,7 @@ class TimelineReader:
         self._unit = unit
         self._invocation = invocation
         self._lines = self._own_lines = 0
-        self._began = self._last = self._alive = 0.0
+        self._began = self._last = self._alive = self._ended_at = 0.0
         self._complete = self._ended = self._over = False
         self._progress = Progress()
         self._server_args: dict[str, object] = {}
@@ -171,7 +172,7 @@ class TimelineReader:
 
     def feed(self, entry: JournalEntry) -> None:
         """Takes one entry in. Entries of a later start of the same unit are left out."""
-        if self._over or not self._concerns(entry):
+        if self._over or not self._concerns(entry) or (entry.from_kernel and self._is_another_time(entry)):
             return
         self._last = entry.time or self._last
         self._began = self._began or entry.time
@@ -201,6 +202,17 @@ class TimelineReader:
             self._unit = self._unit or entry.unit
         return not entry.invocation or entry.invocation == self._invocation
 
+    def _is_another_time(self, entry: JournalEntry) -> bool:
+        """The kernel's lines carry no launch: those after its end are about what ran later."""
+        return self._ended and entry.time > self._ended_at + _KERNEL_LATE
+
+    def _forget_before(self, began: float) -> None:
+        """The launch begins: what the kernel, or oomd, said before was about others."""
+        self._began = began
+        for name, kept in self._hits.items():
+            self._hits[name] = [hit for hit in kept if hit.time >= began]
+        self._said = [said for said in self._said if said.time >= began]
+
     def _manager(self, entry: JournalEntry) -> None:
         said = manager.read(entry, self._lines)
         if said is None:
@@ -208,8 +220,11 @@ class TimelineReader:
         if self._ended and said.word in (Word.STARTING, Word.STARTED):
             self._over = True
             return
-        self._complete = self._complete or (said.word in (Word.STARTING, Word.STARTED) and not self._own_lines)
-        self._ended = self._ended or said.word in (Word.MAIN_EXIT, Word.FAILED, Word.SUCCEEDED)
+        if said.word in _FIRST_WORDS and not self._own_lines and not self._complete:
+            self._complete = said.word is not Word.RESOURCES
+            self._forget_before(entry.time)
+        if said.word in (Word.MAIN_EXIT, Word.FAILED, Word.SUCCEEDED):
+            self._ended, self._ended_at = True, entry.time
         if said.word is Word.STOPPING:
             self._stop_begins(entry.time)
         self._keep_said(said)
@@ -363,6 +378,7 @@ class TimelineReader:
         )
 
 
+_FIRST_WORDS = (Word.STARTING, Word.STARTED, Word.RESOURCES)  # the last where there was nothing to start
 _LATE = (Phase.READY, Phase.SERVING, Phase.STOPPING)
 _REMAINING = re.compile(r"[Rr]emaining number of requests (\d+)")
 _RUNNING = re.compile(r"#running-req: (\d+)")

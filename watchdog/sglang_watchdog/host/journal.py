@@ -46,7 +46,7 @@ class Journal:
                 return await self._run(feed, cursor, [f"--after-cursor={cursor}", *matches], deadline)
             except _NothingAtCursor:
                 pass  # rotated or vacuumed away: the time is all that is left
-        return await self._run(feed, cursor, [f"--since=@{since:.6f}", *matches], deadline)
+        return await self._run(feed, cursor, [f"--since=@{max(0.0, since):.6f}", *matches], deadline)
 
     async def _run(self, feed: Feed, cursor: str, arguments: list[str], deadline: float) -> str:
         process = await self._started(arguments)

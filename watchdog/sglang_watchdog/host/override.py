@@ -29,6 +29,7 @@ from sglang_watchdog.host.unit_syntax import (
 )
 
 VARIABLE = "SGLANG_SPECULATION_ARGS"
+FOLDER = "overrides"  # of environment files, in the state folder
 VERIFY_DEADLINE_S = 10.0
 _WIDEST_MODE = 0o644
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})

@@ -4,6 +4,7 @@
 content is compared here by digest. Nothing here writes: that is `host.override`'s.
 """
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -104,6 +105,17 @@ def intended_config(snapshot: UnitSnapshot, managed: frozenset[str] = frozenset(
     """The config that would run after a reload and a start: the files as they are now, our override included.
     None where the command cannot be known from the files."""
     return _config(on_disk(snapshot), managed)
+
+
+def disk_changed(snapshot: UnitSnapshot) -> float | None:
+    """When the newest of the unit's files came to be what it is now (Unix seconds). The change time of the inode, since
+    a copy may carry an old modification time."""
+    disk = on_disk(snapshot)
+    times = []
+    for path in filter(None, (disk.fragment, *disk.drop_ins, *disk.environment_files)):
+        with contextlib.suppress(OSError):
+            times.append(os.stat(path).st_ctime)
+    return max(times, default=None)
 
 
 def operator_config(
