@@ -41,7 +41,10 @@ test-prometheus: setup ## rules, dashboard and alerts on Debian's Prometheus and
 	@packaging/prometheus.sh
 	@$(PY) -m pytest tests/prometheus
 
+test-sglang-all: setup ## three releases of a real SGLang, and every end that needs no GPU (0.4 GB more, half an hour)
+	@SGLANG_RELEASES="0.5.9 0.5.16 0.5.23" $(PY) -m pytest tests/sglang_real
+
 wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
-.PHONY: help setup demo test lint unit soak test-sglang crash-points fuzz test-prometheus wheel
+.PHONY: help setup demo test lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel

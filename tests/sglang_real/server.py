@@ -1,6 +1,6 @@
 """A released SGLang as a unit of a lab host: its unit file, and what a client sees of it.
 
-The server is SGLang 0.5.16 on the CPU with a model of two layers and random weights: real processes, signals, exit
+The server is SGLang on the CPU with a model of two layers and random weights: real processes, signals, exit
 statuses, health states and log lines, no GPU bytes. The host shares this machine's loopback, so clients run outside.
 """
 
@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "SPT_NOENV": "1",  # titled workers keep the environment by which they are proven the unit's
     "PYTHONDONTWRITEBYTECODE": "1",  # the environment is shared by hosts and runs
+    "TORCHDYNAMO_DISABLE": "1",  # 0.5.9 compiles C++ at its first request otherwise, a minute of it
 }
 # 31 s of CPU time, most of it imports in three processes: half a minute on two idle cores, more on busy ones.
 START_DEADLINE_S = 240.0
@@ -55,13 +56,13 @@ class RealServer:
         server = (str(self.python), "-W", "ignore", "-m", "sglang.launch_server")
         return (*server, *ON_THE_CPU, "--port", str(self.port), *memory)
 
-    def define(self, memory: Sequence[str], *, stop_s: float, restart: str = "no") -> None:
+    def define(self, memory: Sequence[str], *, stop_s: float, restart: str = "no", kill_mode: str = "mixed") -> None:
         """Writes the unit file and has it loaded. SGLang looks every 5 s whether a drain is over."""
         environment = "".join(f"Environment={name}={value}\n" for name, value in ENVIRONMENT.items())
         self.host.unit(
             self.unit,
             f"[Service]\nExecStart={shlex.join(self.argv(memory))}\n{environment}"
-            f"KillMode=mixed\nTimeoutStopSec={stop_s:g}\nRestart={restart}\nRestartSec=1\n",
+            f"KillMode={kill_mode}\nTimeoutStopSec={stop_s:g}\nRestart={restart}\nRestartSec=1\n",
         )
 
     def start(self) -> str:
@@ -91,9 +92,19 @@ class RealServer:
 
     def titles(self) -> list[str]:
         """The command lines of the unit's processes."""
+        return list(self.processes())
+
+    def processes(self) -> dict[str, int]:
+        """The host's own pids by command line; of equal ones the last."""
         group = self.host.show(self.unit, "ControlGroup")["ControlGroup"]
-        script = 'for p in $(cat "/sys/fs/cgroup$1/cgroup.procs"); do tr "\\0" " " <"/proc/$p/cmdline"; echo; done'
-        return [line.strip() for line in self.host.run("sh", "-c", script, "titles", group).stdout.splitlines()]
+        script = (
+            'for p in $(cat "/sys/fs/cgroup$1/cgroup.procs"); do echo "$p $(tr "\\0" " " <"/proc/$p/cmdline")"; done'
+        )
+        lines = self.host.run("sh", "-c", script, "processes", group).stdout.splitlines()
+        return {title.strip(): int(pid) for pid, _, title in (line.partition(" ") for line in lines)}
+
+    def wait_over(self) -> None:
+        wait_until(self.has_ended, START_DEADLINE_S, f"{self.unit} has ended")
 
     def log(self, invocation: str) -> str:
         """What the launch printed, prefixes included."""
