@@ -145,6 +145,13 @@ class Rules(RuleBasedStateMachine):
         self.the_operator_deploys(steps, True, True)
         self.daemon.run_for(seconds)
 
+    @rule(seconds=st.sampled_from([0.5, 12.0, 12.0]))
+    def the_operator_insists(self, seconds: float) -> None:
+        """On what does not fit, faster than anything is proven."""
+        for steps in (10, 11, 12):
+            self.the_operator_deploys(steps, True, True)
+            self.daemon.run_for(seconds)
+
     @rule()
     def the_operator_takes_the_override_away(self) -> None:
         self.world.ours_on_disk = None
@@ -303,6 +310,12 @@ def test_what_was_stopped_while_it_was_held_is_not_handed_back(host: Rules) -> N
     host.daemon.run_for(60)
     assert host.world.running is None
     assert host.oracle.broken == []
+
+
+def test_a_person_who_insists_is_held_once_the_budget_is_spent(host: Rules) -> None:
+    host.the_operator_insists(12.0)
+    assert len(host.oracle.recoveries) == 2
+    assert any("2 recoveries in 10 minutes are used up" in words for words in host.said)
 
 
 def test_flags_that_are_changed_meanwhile_are_the_operators_to_try(host: Rules) -> None:
