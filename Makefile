@@ -47,4 +47,7 @@ test-sglang-all: setup ## three releases of a real SGLang, and every end that ne
 wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
-.PHONY: help setup demo test lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel
+deb: setup ## dist/sglang-watchdog_VERSION_amd64.deb for Debian 12 and 13 (build roots are cached outside the checkout)
+	@packaging/deb.sh
+
+.PHONY: help setup demo test lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel deb

@@ -90,7 +90,7 @@ class LabHost:
         *,
         memory_bytes: int = 1024 * MIB,
         disk_bytes: int = 1024 * MIB,
-        base: Base = Base.DEBIAN12,
+        base: Base | Path = Base.DEBIAN12,
         cgroup: Cgroup = Cgroup.UNIFIED,
         binds: Sequence[Path] = (),
         kmsg: bool = False,
@@ -98,15 +98,15 @@ class LabHost:
         """Boots a host and powers it off at the end of the block.
 
         `memory_bytes` bounds all its processes and files together, `disk_bytes` its files. `binds` appear inside at
-        the same path, writable; they cannot lie under /run. With `kmsg`, kernel lines (the machine's) reach its
-        journal. Raises LabUnavailable, LabBootFailed.
+        the same path, writable; they cannot lie under /run. `base` may be the folder of any other root. With `kmsg`,
+        kernel lines (the machine's) reach its journal. Raises LabUnavailable, LabBootFailed.
         """
         if problem := lab_problem():
             raise LabUnavailable(problem)
         cls.sweep()
         spec = keeper.Spec(
             name=f"lab-{name}-{uuid.uuid4().hex[:8]}",
-            lower=str(base.root()),
+            lower=str(base.root() if isinstance(base, Base) else base),
             memory_bytes=memory_bytes,
             disk_bytes=disk_bytes,
             cgroup=cgroup,

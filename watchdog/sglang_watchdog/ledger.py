@@ -269,6 +269,15 @@ class Ledger:
         rows = self._rows("SELECT record FROM ceilings WHERE unit=? AND base=? ORDER BY seen DESC", (unit, base))
         return [self._loaded(Ceiling, "ceilings", row[0]) for row in rows]
 
+    def ceilings_of(self, unit: str) -> list[Ceiling]:
+        """Of whatever base."""
+        rows = self._rows("SELECT record FROM ceilings WHERE unit=?", (unit,))
+        return [self._loaded(Ceiling, "ceilings", row[0]) for row in rows]
+
+    def overridden(self) -> list[str]:
+        """Units with an override of ours, by name."""
+        return [row[0] for row in self._rows("SELECT unit FROM overrides ORDER BY unit", ())]
+
     def save_override(self, unit: str, replaced: SpeculationConfig | None, target: SpeculationConfig) -> None:
         """`replaced` is what the operator's own definition asked for (None where that cannot be known)."""
         self._write(

@@ -1,8 +1,16 @@
 """The command line as a whole: one command for each module beside this one."""
 
+import os
+
 import typer
+from typer._completion_classes import completion_init
 
 from sglang_watchdog.cli import check_config, diagnose, history, operate, run, setup, status
+
+COMPLETE_VARIABLE = "_SGLANG_WATCHDOG_COMPLETE"  # set by the completions that are installed for shells
+
+if COMPLETE_VARIABLE in os.environ:
+    completion_init()  # Typer does so by itself only where it may write to the user's shell settings as well
 
 app = typer.Typer(
     name="sglang-watchdog",
