@@ -257,7 +257,7 @@ def wrong_after_a_withdrawal(host: InferenceHost, seen: Seen, begun: float) -> l
     return [said for said, is_wrong in checks.items() if is_wrong]
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", [Way.ENVIRONMENT_FILE])
 def test_an_override_is_withdrawn_wherever_the_watchdog_is_killed(inference: Inference, way: Way) -> None:
     with inference(settings=ENDLESS, simulation=replace(FAST, faults=""), way=way) as host:
         proven(host)

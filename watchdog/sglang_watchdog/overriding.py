@@ -100,7 +100,8 @@ class Overriding:
         replaced, target = ours
         theirs = self._operators(snapshot)
         if theirs is not None and replaced is not None and not theirs.same_as(replaced):
-            if snapshot.need_daemon_reload and not drop_in_of(self._unit).exists():
+            by_file = not drop_in_of(self._unit).exists() and override.lies_there(self._unit, self._folder)
+            if snapshot.need_daemon_reload and by_file:
                 return ""  # what is loaded still has the flags that failed: our file goes when theirs are loaded
             if self._withdraw() and not snapshot.need_daemon_reload:
                 await systemctl.daemon_reload()
