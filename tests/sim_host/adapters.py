@@ -20,6 +20,7 @@ from sglang_watchdog.domain.ownership import ProcessFacts
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import override, processes, systemctl, unit_files
+from sglang_watchdog.host.gpu import DeviceHolder
 from sglang_watchdog.host.override import Override, OverrideKind
 from sglang_watchdog.host.processes import SignalOutcome
 from sglang_watchdog.host.server import Generated, HealthState
@@ -164,6 +165,10 @@ class SimProbe:
         self._world.point()
         found = {pid: _facts(self._world, pid) for pid in pids}
         return {pid: facts for pid, facts in found.items() if facts is not None}
+
+    async def device_holders(self) -> tuple[DeviceHolder, ...]:
+        self._world.point()
+        return tuple(DeviceHolder(p.id.pid, ()) for p in self._world.processes.values() if p.holds)
 
     async def close(self) -> None:
         pass

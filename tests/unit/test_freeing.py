@@ -6,6 +6,7 @@ from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading, GpuUnknown
 from sglang_watchdog.domain.launch import ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership, Proof
 from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.recovery.freed import sentences
 from sglang_watchdog.recovery.freeing import MIB, Means, Patience, Stage, free_plan, is_clean, next_stage
 
 GIB = 1024 * MIB
@@ -188,3 +189,43 @@ def test_every_stage_comes_to_an_end_by_time_alone(stage: Stage) -> None:
 
 def test_clean_cards_while_a_process_of_ours_still_lives_are_not_freed() -> None:
     assert next_stage(Stage.TERMINATE, 0, PATIENCE, ended=False, clean=True) is Stage.TERMINATE
+
+
+# The words
+
+
+def test_an_unlisted_process_is_ended_if_it_is_ours_and_named_if_not() -> None:
+    plan = free_plan(IDLE, VERDICTS, unlisted=[WORKER.pid, STRANGER])
+    assert [(ending.process, ending.bytes) for ending in plan.end] == [(WORKER, 0)]
+    assert [(spared.pid, spared.bytes) for spared in plan.spared] == [(STRANGER, 0)]
+
+
+def test_a_plan_is_complete_only_where_everybody_is_named_and_seen() -> None:
+    assert free_plan(reading(card({STRANGER: GIB, WORKER.pid: GIB})), VERDICTS).complete
+    for hidden in (card({None: GIB}), card({UNKNOWN: GIB}), card({}, RESERVE + 5 * GIB)):
+        assert not free_plan(reading(hidden), VERDICTS).complete
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [
+        ("", "nvidia-smi --gpu-reset"),
+        ("docker", "held from outside of this docker container, by its host"),
+        ("lxc", "pct exec CTID -- sglang-watchdog gpus"),
+    ],
+)
+def test_bytes_of_nobody_visible_are_told_with_what_a_human_can_do_from_here(inside: str, words: str) -> None:
+    left = free_plan(reading(card({}, RESERVE + 5 * GIB)), {}, IDLE).unnamed
+    said = " ".join(sentences(free_plan(IDLE, {}), (), Stage.NOT_RELEASED, left=left, inside=inside))
+    assert "5.0 GiB of GPU-0" in said
+    assert words in said
+
+
+def test_of_a_holder_of_another_pid_namespace_it_is_said_who_can_end_it() -> None:
+    plan = free_plan(reading(card({UNKNOWN: GIB})), VERDICTS)
+    assert "only its own container or the host" in " ".join(sentences(plan, (), Stage.NOT_RELEASED))
+
+
+def test_a_holder_that_comes_back_each_time_is_told_so() -> None:
+    said = " ".join(sentences(free_plan(IDLE, {}), (), Stage.RESPAWNED))
+    assert "find and stop what supervises them" in said

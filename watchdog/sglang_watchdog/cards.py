@@ -5,24 +5,26 @@ Verdicts and the plan are pure (`recovery.ownership`, `recovery.freeing`); this 
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import structlog
 
-from sglang_watchdog.domain.gpu import GpuAnswer, GpuReading, HeldMemory
+from sglang_watchdog.domain.gpu import GpuAnswer, GpuReading, GpuUnknown, HeldMemory
 from sglang_watchdog.domain.launch import Launch, ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership, ProcessFacts, Proof
 from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.host import processes
+from sglang_watchdog.host import processes, surroundings
 from sglang_watchdog.host.processes import SignalOutcome
 from sglang_watchdog.parts import Parts
+from sglang_watchdog.recovery.freed import sentences
 from sglang_watchdog.recovery.freeing import Ending, FreePlan, Means, Patience, Stage, free_plan, is_clean, next_stage
 from sglang_watchdog.recovery.ownership import of_this_boot, verdict
 from sglang_watchdog.settings import UnitSettings
 
 _POLL_S = 0.05
-_GIB = 2**30
+# How often a holder that is started again is ended again.
+_MOST_ROUNDS = 3
 # How many launches back a left-over may be from. More are read only to find none.
 _LAUNCHES = 50
 # After that a listed pid that is not there is somebody's of another PID namespace, who has the number by chance.
@@ -38,6 +40,24 @@ class Before:
     reading: GpuReading
     held: tuple[HeldMemory, ...]
     own_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """`verdicts` grow with who comes while the freeing lasts."""
+
+    plan: FreePlan
+    verdicts: Verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Those that a signal was sent to, where the freeing ended (None where the unit was started), and what NVML said
+    last."""
+
+    ended: list[Ending]
+    stage: Stage | None
+    answer: GpuAnswer | None
 
 
 class Cards:
@@ -65,6 +85,7 @@ class Cards:
         answer = await self.read()
         if not isinstance(answer, GpuReading):
             return None
+        self._facts = {}
         verdicts = await self.verdicts(answer, snapshot)
         own = {pid for pid, ownership in verdicts.items() if ownership.owner is Owner.CURRENT_LAUNCH}
         held_by_it = sum(h.used_bytes for gpu in answer.gpus for h in gpu.holders if h.pid in own)
@@ -72,45 +93,85 @@ class Cards:
 
     async def verdicts(self, reading: GpuReading, snapshot: UnitSnapshot | None = None) -> Verdicts:
         """Whose each holder is, by pid."""
-        snapshot = snapshot or self._parts.systemd.snapshot(self._unit)
-        pids = {holder.pid for gpu in reading.gpus for holder in gpu.holders if holder.pid is not None}
-        self._facts = await self._parts.probe.describe(pids)
-        launches = self._launches()
-        return {pid: _dying(pid, launches) or verdict(self._facts.get(pid), snapshot, launches) for pid in pids}
+        return await self._judge(_listed(reading), snapshot or self._parts.systemd.snapshot(self._unit))
 
     async def left_overs(self, snapshot: UnitSnapshot) -> bool:
         """Whether a proven process of an ended launch lives on and holds memory."""
-        answer = await self.read()
-        if not isinstance(answer, GpuReading):
-            return False
-        verdicts = await self.verdicts(answer, snapshot)
-        return any(o.owner is Owner.OURS and o.process and processes.lives(o.process) for o in verdicts.values())
+        look = await self._look(await self.read(), snapshot)
+        return any(processes.lives(ending.process) for ending in look.plan.end)
 
     async def free(self, baseline: GpuReading | None, *, patience: Patience | None = None) -> str:
-        """Ends what is proven ours and waits until NVML has the bytes back. Returns one sentence: what was ended, what
-        was left alone, and whether the cards are free."""
-        answer = await self.read()
-        if not isinstance(answer, GpuReading):
-            return f"the cards could not be read ({answer.reason}), so nothing was ended"
-        snapshot = self._parts.systemd.snapshot(self._unit)
-        verdicts = await self.verdicts(answer, snapshot)
-        plan = free_plan(answer, verdicts, baseline, whole_group=snapshot.stop_ends_all)
-        self._parts.metrics.spared.labels(self._unit).inc(len(plan.spared))
-        ended, stage = await self._carry_out(plan, verdicts, baseline, patience or self._patience)
-        return " ".join(_sentences(plan, ended, stage))
+        """Ends what is proven ours and waits until NVML has the bytes back. Returns sentences: what was ended, what was
+        left alone, and whether the cards are free.
+
+        A holder that comes back all the same is ended again, a few times at most."""
+        patience = patience or self._patience
+        ended: list[Ending] = []
+        for _ in range(_MOST_ROUNDS):
+            answer = await self.read()
+            look = await self._look(answer, baseline=baseline)
+            blind = "" if isinstance(answer, GpuReading) else answer.reason
+            if blind:
+                patience = replace(patience, release=0.0)  # nothing will tell of the bytes
+            outcome = await self._carry_out(look, baseline, patience)
+            ended += outcome.ended
+            if outcome.stage is not Stage.RESPAWNED:
+                break
+        self._parts.metrics.spared.labels(self._unit).inc(len(look.plan.spared))
+        stuck = [ending.process.pid for ending in look.plan.end if processes.lives(ending.process)]
+        last = outcome.answer
+        left = free_plan(last, look.verdicts, baseline).unnamed if isinstance(last, GpuReading) else ()
+        inside = surroundings.container()
+        words = sentences(look.plan, ended, outcome.stage, blind=blind, stuck=stuck, left=left, inside=inside)
+        return " ".join(words)
 
     async def plan(self) -> FreePlan | str:
         """What `free` would do now, or why that cannot be told."""
         answer = await self.read()
-        if not isinstance(answer, GpuReading):
-            return answer.reason
-        return free_plan(answer, await self.verdicts(answer))
+        return (await self._look(answer)).plan if isinstance(answer, GpuReading) else answer.reason
 
-    async def _carry_out(
-        self, plan: FreePlan, verdicts: Verdicts, baseline: GpuReading | None, patience: Patience
-    ) -> tuple[list[Ending], Stage | None]:
-        """Returns those that a signal was sent to, and where the freeing ended: None where the unit was started."""
-        clock = self._parts.clock
+    async def _judge(self, pids: Collection[int], snapshot: UnitSnapshot) -> Verdicts:
+        self._facts |= await self._parts.probe.describe(pids)
+        launches = self._launches()
+        return {pid: _dying(pid, launches) or verdict(self._facts.get(pid), snapshot, launches) for pid in pids}
+
+    async def _look(
+        self,
+        answer: GpuAnswer,
+        snapshot: UnitSnapshot | None = None,
+        *,
+        baseline: GpuReading | None = None,
+    ) -> "_Look":
+        """Who holds what and what is to be ended. Where NVML does not name everybody, the second source does: who has
+        the driver's memory device open. What is above a holder of ours, and is ours itself, is ended with it: it might
+        start it again."""
+        snapshot = snapshot or self._parts.systemd.snapshot(self._unit)
+        reading = answer if isinstance(answer, GpuReading) else GpuReading(answer.time, "", ())
+        self._facts = {}
+        verdicts = await self.verdicts(reading, snapshot)
+        unlisted: set[int] = set()
+        plan = free_plan(reading, verdicts, baseline)
+        if not (isinstance(answer, GpuReading) and plan.complete):
+            found = await self._parts.probe.device_holders()
+            hidden = {one.pid for one in found} - set(verdicts) if not isinstance(found, GpuUnknown) else set()
+            verdicts |= await self._judge(hidden, snapshot)
+            unlisted |= hidden
+        above = await self._judge(self._above(verdicts), snapshot)
+        proven = {pid: ownership for pid, ownership in above.items() if ownership.owner is Owner.OURS}
+        verdicts |= proven
+        unlisted |= set(proven)
+        whole_group = snapshot.stop_ends_all
+        plan = free_plan(reading, verdicts, baseline, whole_group=whole_group, unlisted=sorted(unlisted))
+        return _Look(plan, verdicts)
+
+    def _above(self, verdicts: Verdicts) -> set[int]:
+        """Of the holders that are ours, the processes above them."""
+        ours = {pid for pid, ownership in verdicts.items() if ownership.owner is Owner.OURS}
+        facts = (self._facts[pid] for pid in ours if pid in self._facts)
+        return {ancestor.id.pid for one in facts for ancestor in one.ancestors if ancestor.id.pid > 1} - set(verdicts)
+
+    async def _carry_out(self, look: "_Look", baseline: GpuReading | None, patience: Patience) -> "_Outcome":
+        clock, plan, verdicts = self._parts.clock, look.plan, look.verdicts
         ended_by_us = self._signal_all(plan, signal.SIGTERM)
         self._parts.metrics.ended.labels(self._unit).inc(len(ended_by_us))
         stage = Stage.TERMINATE if ended_by_us else Stage.RELEASE
@@ -118,19 +179,31 @@ class Cards:
         while True:
             self._progress()
             if not self._still_down():
-                return ended_by_us, None
+                return _Outcome(ended_by_us, None, None)
             answer = await self.read()
+            ended = not any(processes.lives(ending.process) for ending in plan.end)
+            if ended and await self._came_since(answer, verdicts):
+                return _Outcome(ended_by_us, Stage.RESPAWNED, answer)
             # Those that ended may still be listed while the driver releases: the verdicts on them stay.
             clean = is_clean(answer, verdicts, baseline)
-            ended = not any(processes.lives(ending.process) for ending in plan.end)
             following = next_stage(stage, clock.monotonic() - entered, patience, ended=ended, clean=clean)
             if following is not stage:
                 stage, entered = following, clock.monotonic()
                 if stage is Stage.KILL:
                     self._signal_all(plan, signal.SIGKILL)
             if stage.over:
-                return ended_by_us, stage
+                return _Outcome(ended_by_us, stage, answer)
             await clock.sleep(_POLL_S)
+
+    async def _came_since(self, answer: GpuAnswer, verdicts: Verdicts) -> bool:
+        """Whether another process of ours holds memory by now. Adds the verdicts on all who came: of a stranger that
+        took some meanwhile it is known then that the bytes are its own."""
+        new = _listed(answer) - set(verdicts) if isinstance(answer, GpuReading) else set()
+        if not new:
+            return False
+        came = await self._judge(new, self._parts.systemd.snapshot(self._unit))
+        verdicts |= came
+        return any(one.owner is Owner.OURS and one.process and processes.lives(one.process) for one in came.values())
 
     def _signal_all(self, plan: FreePlan, number: signal.Signals) -> list[Ending]:
         reached = []
@@ -159,21 +232,27 @@ class Cards:
         return processes.signal_process(ending.process, number, lambda: self._still_ours(ending.process))
 
     def _still_down(self) -> bool:
-        snapshot = self._parts.systemd.snapshot(self._unit)
-        return snapshot.ended and not snapshot.job
+        return _down(self._parts.systemd.snapshot(self._unit))
 
     def _still_ours(self, process: ProcessId) -> bool:
         """The whole proof again, with the pidfd already open and the unit read anew. Only the words of the process (its
         environment and command line) are of the first look: they are what a stuck process could hold us up with."""
         before, now = self._facts.get(process.pid), processes.facts(process.pid)
-        if not self._still_down() or before is None or now is None or now.id != process:
+        snapshot = self._parts.systemd.snapshot(self._unit)
+        if not _down(snapshot) or before is None or now is None or {before.id, now.id} != {process}:
             return False
-        facts = replace(now, argv=before.argv, invocation=before.invocation)
-        return verdict(facts, self._parts.systemd.snapshot(self._unit), self._launches()).owner is Owner.OURS
+        # What it descended from by then counts as well: its parent may just have been ended by us.
+        ancestors = (*before.ancestors, *now.ancestors)
+        facts = replace(now, argv=before.argv, invocation=before.invocation, ancestors=ancestors)
+        return verdict(facts, snapshot, self._launches()).owner is Owner.OURS
 
     def _launches(self) -> tuple[Launch, ...]:
         known = (launch for launch, _ in self._parts.ledger.launches(self._unit, _LAUNCHES))
         return of_this_boot(known, processes.boot_id(), processes.boot_time())
+
+
+def _down(snapshot: UnitSnapshot) -> bool:
+    return snapshot.ended and not snapshot.job
 
 
 def _dying(pid: int, launches: tuple[Launch, ...]) -> Ownership | None:
@@ -187,6 +266,10 @@ def _dying(pid: int, launches: tuple[Launch, ...]) -> Ownership | None:
     if process is None:
         return None
     return Ownership(Owner.OURS, "it has ended, and the driver is releasing it", process, Proof.RECORDED_PROCESS)
+
+
+def _listed(reading: GpuReading) -> set[int]:
+    return {holder.pid for gpu in reading.gpus for holder in gpu.holders if holder.pid is not None}
 
 
 def _without(reading: GpuReading, own: set[int]) -> GpuReading:
@@ -209,34 +292,3 @@ def _held(reading: GpuReading, verdicts: Verdicts, own: set[int]) -> tuple[HeldM
             ours = ownership is not None and ownership.owner is Owner.OURS
             found.append(HeldMemory(gpu.index, holder.used_bytes, who, ours, holder.pid))
     return tuple(found)
-
-
-def _sentences(plan: FreePlan, ended: list[Ending], stage: Stage | None) -> list[str]:
-    said = []
-    if ended:
-        pids = ", ".join(str(ending.process.pid) for ending in ended)
-        said.append(f"Left-over processes {pids} were ended ({_size(sum(ending.bytes for ending in ended))}).")
-    if plan.spared:
-        said.append(
-            "Left alone: "
-            + "; ".join(
-                f"{spared.pid or 'an unnamed process'} with {_size(spared.bytes)} ({spared.reason})"
-                for spared in plan.spared
-            )
-            + "."
-        )
-    match stage:
-        case None:
-            said.append("The unit was started meanwhile, so the rest was left alone.")
-        case Stage.FREED:
-            said.append("NVML shows our bytes back.")
-        case Stage.NOT_ENDED:
-            said.append("A process outlived SIGKILL: it is stuck in the driver, and only a reboot or a reset helps.")
-        case _:
-            held = sum(unnamed.bytes for unnamed in plan.unnamed)
-            said.append(f"{_size(held)} stay held by no visible process: the driver's, or from outside of this host.")
-    return said
-
-
-def _size(amount: int) -> str:
-    return f"{amount / _GIB:.1f} GiB"

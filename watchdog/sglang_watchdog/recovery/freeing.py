@@ -4,7 +4,7 @@ Bytes everywhere. "Freed" has two halves: no process of ours holds anything, *an
 was before the launch, plus what named strangers took since. The driver releases later than the process ends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,11 +71,23 @@ class FreePlan:
     spared: tuple[Spared, ...] = ()
     unnamed: tuple[Unnamed, ...] = ()
 
+    @property
+    def complete(self) -> bool:
+        """NVML has named everybody who holds anything, and all of them could be seen."""
+        return not self.unnamed and all(spared.owner is not Owner.UNKNOWN for spared in self.spared)
+
 
 def free_plan(
-    reading: GpuReading, verdicts: Verdicts, baseline: GpuReading | None = None, *, whole_group: bool = False
+    reading: GpuReading,
+    verdicts: Verdicts,
+    baseline: GpuReading | None = None,
+    *,
+    whole_group: bool = False,
+    unlisted: Collection[int] = (),
 ) -> FreePlan:
     """`verdicts` by pid; a holder without one is left alone. `baseline` is the reading before the launch.
+
+    `unlisted` are processes that NVML does not name: what they hold is not known, and is told as 0 bytes.
 
     `whole_group`: systemd's own stop would end all of the unit's cgroup, so KillUnit may. Not beside a holder in it
     that is spared: then each is signalled by itself, with its own proof."""
@@ -84,7 +96,7 @@ def free_plan(
     )
     end: list[Ending] = []
     spared: list[Spared] = []
-    for pid, held in _held(reading).items():
+    for pid, held in (dict.fromkeys(unlisted, 0) | _held(reading)).items():
         ownership = _verdict(pid, verdicts)
         if ownership.owner is Owner.OURS and ownership.process is not None:
             means = Means.SYSTEMD if whole_group and ownership.in_unit_cgroup else Means.SIGNAL
@@ -171,7 +183,7 @@ def _verdict(pid: int | None, verdicts: Verdicts) -> Ownership:
 
 
 class Stage(StrEnum):
-    """Where a freeing stands. The last three are its ends."""
+    """Where a freeing stands. The last four are its ends."""
 
     TERMINATE = "terminate"  # SIGTERM was sent
     KILL = "kill"  # SIGKILL was sent
@@ -179,10 +191,11 @@ class Stage(StrEnum):
     FREED = "freed"
     NOT_RELEASED = "not_released"  # bytes stayed: driver, outsiders, wedged card
     NOT_ENDED = "not_ended"  # a process outlived SIGKILL: stuck in the driver (D state)
+    RESPAWNED = "respawned"  # another process of ours holds memory by now
 
     @property
     def over(self) -> bool:
-        return self in (Stage.FREED, Stage.NOT_RELEASED, Stage.NOT_ENDED)
+        return self in (Stage.FREED, Stage.NOT_RELEASED, Stage.NOT_ENDED, Stage.RESPAWNED)
 
 
 class Event(StrEnum):

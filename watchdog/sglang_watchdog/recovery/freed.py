@@ -1,0 +1,79 @@
+"""What a freeing came to, in words: who was ended, who was left alone and why, and what a human can do about the rest.
+Pure."""
+
+from collections.abc import Sequence
+
+from sglang_watchdog.domain.ownership import Owner
+from sglang_watchdog.recovery.freeing import Ending, FreePlan, Spared, Stage, Unnamed
+
+_GIB = 2**30
+_RESET = "`nvidia-smi --gpu-reset` with the card idle, or a reboot, gives it back"
+
+
+def sentences(
+    plan: FreePlan,
+    ended: Sequence[Ending],
+    stage: Stage | None,
+    *,
+    blind: str = "",
+    stuck: Sequence[int] = (),
+    left: Sequence[Unnamed] = (),
+    inside: str = "",
+) -> list[str]:
+    """`stage` is where it ended, None where the unit was started meanwhile. `blind`: why NVML did not answer. `stuck`:
+    pids that outlived SIGKILL. `left`: bytes that stayed. `inside`: the kind of container that we are in, if any."""
+    said = []
+    if ended:
+        pids = ", ".join(dict.fromkeys(str(ending.process.pid) for ending in ended))
+        held = sum(ending.bytes for ending in ended)
+        said.append(f"Left-over processes {pids} were ended ({_size(held)}).")
+    if plan.spared:
+        said.append("Left alone: " + "; ".join(map(_spared, plan.spared)) + ".")
+    match stage:
+        case None:
+            said.append("The unit was started meanwhile, so the rest was left alone.")
+        case _ if blind:
+            said.append(f"NVML did not answer ({blind}), so whether the cards are free cannot be told.")
+        case Stage.FREED:
+            said.append("NVML shows our bytes back.")
+        case Stage.NOT_ENDED:
+            pids = ", ".join(map(str, stuck)) or "A process"
+            said.append(f"Outlived SIGKILL: {pids}, stuck in the driver; {_RESET}.")
+        case Stage.RESPAWNED:
+            said.append("Something starts them again as often as they are ended: find and stop what supervises them.")
+        case _ if left:
+            bytes_ = ", ".join(f"{_size(unnamed.bytes)} of {unnamed.uuid}" for unnamed in left)
+            said.append(f"No visible process holds {bytes_}: {_from_outside(inside)}.")
+        case _:
+            said.append("The driver has not given all bytes back in time.")
+    return said
+
+
+def _spared(spared: Spared) -> str:
+    who = f"process {spared.pid}" if spared.pid is not None else "an unnamed process"
+    return f"{who} with {_size(spared.bytes)} ({spared.reason}){_what_to_do(spared)}"
+
+
+def _what_to_do(spared: Spared) -> str:
+    match spared.owner:
+        case Owner.UNKNOWN:
+            return ", which only its own container or the host can name and end"
+        case Owner.STRANGER:
+            return ", which is its owner's to end"
+        case _:
+            return ""
+
+
+def _from_outside(inside: str) -> str:
+    """Whose it can be. In a container the host and its other containers share the cards, and none of theirs is seen."""
+    if not inside:
+        return f"the driver's own, or held from another PID namespace; {_RESET}"
+    enter = "; `pct exec CTID -- sglang-watchdog gpus` is this view from a Proxmox host" * (inside == "lxc")
+    return (
+        f"held from outside of this {inside} container, by its host or a neighbour; on the host `nvidia-smi` names the "
+        f"pid, and /proc/PID/cgroup its container{enter}"
+    )
+
+
+def _size(amount: int) -> str:
+    return f"{amount / _GIB:.1f} GiB" if amount else "an unknown amount"
