@@ -58,6 +58,7 @@ def test_every_setting_can_be_given(config: Path) -> None:
         retries = 0
         [units."sglang@qwen.service"]
         act = true
+        several_nodes = true
         url = "http://127.0.0.1:30000/"
         api_key_file = "/etc/sglang/key"
         soak = 30
@@ -113,7 +114,7 @@ def test_settings_cannot_be_changed(config: Path) -> None:
         (UNIT + "soak = nan", 'units."sglang.service".soak: found NaN; allowed is a number of seconds'),
         (UNIT + 'act = "yes"', 'units."sglang.service".act: found "yes"; allowed is true or false.'),
         (UNIT + "act = 1", 'units."sglang.service".act: found 1; allowed is true or false.'),
-        (UNIT + "sok = 1", 'units."sglang.service".sok: is no setting; did you mean soak? Allowed here are act, url,'),
+        (UNIT + "sok = 1", 'units."sglang.service".sok: is no setting; did you mean soak? Allowed here are act,'),
         (UNIT + 'url = "me:pw@host"', 'units."sglang.service".url: found "me:pw@host"; allowed is http://HOST:PORT'),
         (UNIT + 'managed_flags = ["--tp"]', 'managed_flags: found "--tp"; allowed is a list of --mem-fraction-static'),
         ("metrics = 3", "metrics: found 3; allowed is a table."),

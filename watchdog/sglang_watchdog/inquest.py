@@ -172,7 +172,7 @@ class Inquest:
                 proven=ledger.last_proof(self._unit),
                 budget=_budget(self._settings),
                 paused=self._pausing.in_words(),
-                several_nodes=launch.several_nodes,
+                several_nodes=launch.several_nodes or self._settings.several_nodes,
                 operator_stopped=snapshot.active_state is ActiveState.INACTIVE,
                 left_overs=await self._cards.left_overs(snapshot),
                 override_obstacle=self._obstacle(snapshot),

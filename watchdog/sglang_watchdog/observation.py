@@ -82,8 +82,9 @@ class LaunchWatch:
 
     @property
     def several_nodes(self) -> bool:
-        nodes = Command.parse(self.raw_argv).value("--nnodes")
-        return nodes is not None and nodes.isdigit() and int(nodes) > 1
+        """By the command, or, where that is a wrapper whose flags cannot be seen, by what SGLang printed."""
+        told = (Command.parse(self.raw_argv).value("--nnodes"), self._reader.server_args.get("nnodes"))
+        return any(str(nodes).isdigit() and int(str(nodes)) > 1 for nodes in told)
 
     @property
     def journal_complete(self) -> bool:

@@ -160,6 +160,12 @@ class UnitSettings(_Table):
     """One watched unit."""
 
     act: bool = _setting(False, "Without it the unit is observed, with the same reports.", _TRUE_OR_FALSE)
+    several_nodes: bool = _setting(
+        False,
+        "It serves together with other nodes or units, in a way that its command does not show (`--nnodes` does): then "
+        "it is diagnosed and reported, and never acted on alone.",
+        _TRUE_OR_FALSE,
+    )
     url: Url | None = _setting(
         None,
         "Where to probe the server. By default what `--host` and `--port` of the command say, a wildcard host by "
