@@ -6,6 +6,7 @@ Waiting is always for a condition with a deadline. Nothing here knows what the w
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -346,9 +347,21 @@ def _watchdog(inference: InferenceHost, settings: Mapping[str, object]) -> Itera
     assert started.returncode == 0, f"{SERVICE} does not start:\n{inference.log()}"
     try:
         yield
+        assert not (strangers := _signalled_strangers(host)), f"processes that were not the unit's: {strangers}"
     finally:
         host.systemctl("stop", SERVICE, check=False)
         host.run("rm", "-rf", STATE, Path(SETTINGS).parent)
+
+
+def _signalled_strangers(host: LabHost) -> set[int]:
+    """Pids that the watchdog has signalled by itself and that were never seen in the unit's cgroup."""
+    log = host.run("journalctl", "--unit", SERVICE, "--output=cat", "--grep=left-over signalled", check=False).stdout
+    signalled = {int(pid) for pid in re.findall(r"\bpid=(\d+)", log)}
+    if not signalled:
+        return set()
+    code = f"import json, sqlite3\nfor row in sqlite3.connect('file:{STATE}/ledger.db?mode=ro', uri=True).execute("
+    code += "'SELECT record FROM launches'): print(*(p['id']['pid'] for p in json.loads(row[0])['processes']))"
+    return signalled - {int(pid) for pid in host.run(PYTHON, "-c", code).stdout.split()}
 
 
 def settings_text(unit: str, metrics_port: int, settings: Mapping[str, object]) -> str:

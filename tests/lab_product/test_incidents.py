@@ -37,6 +37,16 @@ def test_observing_only_reports_the_same_and_touches_nothing(inference: Inferenc
         assert all(incident["outcome"] == "reported" for incident in host.history()["incidents"])
 
 
+def test_one_of_several_nodes_is_diagnosed_and_reported_and_never_acted_on_alone(inference: Inference) -> None:
+    with inference(settings={**ACTING, "several_nodes": True}) as host:
+        proven(host)
+        deploy(host, 10)
+        host.wait_alert(CLASS="kv_cache_oom")
+        wait_until(lambda: host.history()["incidents"][0]["outcome"] == "reported", 20, "it is reported")
+        assert override(host) == ""
+        assert host.alerts(ACTION="hold") == []
+
+
 def test_a_requested_stop_is_no_failure_and_stays(inference: Inference) -> None:
     with inference(settings=ACTING) as host:
         proven(host)
