@@ -44,10 +44,13 @@ test-prometheus: setup ## rules, dashboard and alerts on Debian's Prometheus and
 test-sglang-all: setup ## three releases of a real SGLang, and every end that needs no GPU (0.4 GB more, half an hour)
 	@SGLANG_RELEASES="0.5.9 0.5.16 0.5.23" $(PY) -m pytest tests/sglang_real
 
+bench: setup ## what a diagnosis costs beside reading the journal: a ratio, of 100 000 lines on a lab host
+	@PYTHONPATH=tests $(PY) -m benchmarks.reading
+
 wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
 deb: setup ## dist/sglang-watchdog_VERSION_amd64.deb for Debian 12 and 13 (build roots are cached outside the checkout)
 	@packaging/deb.sh
 
-.PHONY: help setup demo test lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel deb
+.PHONY: help setup bench demo test lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel deb

@@ -37,7 +37,7 @@ class LaunchLog:
 
     def _add(self, entry: JournalEntry, after: float) -> "LaunchLog":
         self.now += after
-        self.entries.append(replace(entry, time=self.now, cursor=f"c{len(self.entries)}"))
+        self.entries.append(entry._replace(time=self.now, cursor=f"c{len(self.entries)}"))
         return self
 
     def systemd(self, message: str, after: float = 1.0, **fields: str) -> "LaunchLog":
@@ -54,7 +54,6 @@ class LaunchLog:
             unit_result=fields.get("unit_result", ""),
             exit_code=fields.get("exit_code", ""),
             exit_status=fields.get("exit_status", ""),
-            job_type=fields.get("job_type", ""),
         )
         return self._add(entry, after)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.engine import diagnose
-from sglang_watchdog.diagnosis.entries import read_journal, read_text
+from sglang_watchdog.diagnosis.entries import read_journal
 from sglang_watchdog.diagnosis.launches import read_launch
+from sglang_watchdog.diagnosis.plain import read_text
 from sglang_watchdog.diagnosis.show import parse_show
 from sglang_watchdog.domain.errors import UnusableInput
 

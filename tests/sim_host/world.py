@@ -199,7 +199,7 @@ class World:
         entry = JournalEntry(
             self.now(), message, cursor=str(next(self.numbers)), unit=UNIT, invocation=start.invocation, pid=start.main
         )
-        start.entries.append(replace(entry, **fields))  # type: ignore[arg-type]
+        start.entries.append(entry._replace(**fields))  # type: ignore[arg-type]
 
     def end(self, start: Start, failure: FailureClass) -> None:
         """The launch ends, and systemd does what its Restart= says."""

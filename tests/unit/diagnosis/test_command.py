@@ -42,7 +42,7 @@ def test_the_unit_s_properties_are_optional() -> None:
 
 def test_a_person_gets_what_happened_why_what_it_was_not_and_what_to_do() -> None:
     report = run("--journal", STORY / "journal.jsonl", "--show", STORY / "show.txt").stdout
-    assert report.startswith("kv_cache_oom  sglang.service")
+    assert report.startswith("kv_cache_oom sglang.service")
     order = [report.index(title) for title in ("could not be sized", "\nWhy\n", "\nIt was not\n", "\nWhat to do\n")]
     assert order == sorted(order)
     assert "0.2603" in report
@@ -61,9 +61,9 @@ def test_a_plain_log_is_diagnosed_too() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"not a journal\nat all\n", "line 1: not JSON"),
-        (b"", "no journal entries"),
-        (b"x" * 20_000_000, "no journal entry"),
+        (b"not a journal\nat all\n", "for a plain log use --text"),
+        (b"", "is empty"),
+        (b"x" * 20_000_000, "is no journal"),
     ],
 )
 def test_unusable_input_is_one_sentence_and_status_2(tmp_path: Path, content: bytes, words: str) -> None:
@@ -74,6 +74,14 @@ def test_unusable_input_is_one_sentence_and_status_2(tmp_path: Path, content: by
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("option", ["--journal", "--text"])
+def test_a_dash_is_what_a_pipe_gives(option: str) -> None:
+    command = [sys.executable, "-m", "sglang_watchdog", "diagnose", option, "-", "--json"]
+    with (STORY / "journal.jsonl").open("rb") as file:
+        done = subprocess.run(command, stdin=file, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["class"] == "kv_cache_oom"
 
 
 def test_a_file_that_is_not_there_is_named() -> None:

@@ -9,9 +9,10 @@ from corpus_cases import CORPUS, recorded
 from journal_lines import LaunchLog
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.engine import diagnose
-from sglang_watchdog.diagnosis.entries import read_journal, read_text
+from sglang_watchdog.diagnosis.entries import read_journal
 from sglang_watchdog.diagnosis.launches import read_launch
 from sglang_watchdog.diagnosis.memory_fit import States
+from sglang_watchdog.diagnosis.plain import read_text
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.launch import MemoryFigures

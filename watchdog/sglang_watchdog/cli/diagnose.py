@@ -16,10 +16,16 @@ from sglang_watchdog.settings import DEFAULT_PATH
 
 def command(
     unit: Annotated[str | None, typer.Argument(help="A unit of this host; or give files by the options.")] = None,
-    journal: Annotated[Path | None, typer.Option(help="What `journalctl -o json --all -u UNIT` printed.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="What `journalctl -o json --all` or `-o export` printed; - for a pipe.")
+    ] = None,
     show: Annotated[Path | None, typer.Option(help="What `systemctl show UNIT` printed.")] = None,
-    text: Annotated[Path | None, typer.Option(help="A plain log instead of a journal.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A log of any other kind (plain, docker, JSON); - for a pipe.")
+    ] = None,
     invocation: Annotated[str, typer.Option(help="Which launch, by its invocation id.")] = "",
+    every: Annotated[bool, typer.Option("--all", help="Every launch that is to be found, newest first.")] = False,
+    explain: Annotated[bool, typer.Option(help="Also what matched where, and why every other class lost.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
     config: Annotated[Path, typer.Option(help="The settings file, for a unit of this host.")] = DEFAULT_PATH,
 ) -> None:
@@ -28,22 +34,48 @@ def command(
         raise UnusableInput(
             f"{unit} and files exclude each other: give the unit on its own host, or the files anywhere"
         )
-    answer = _live(unit, invocation, config) if unit else _offline(journal, text, show, invocation)
+    if every and invocation:
+        raise UnusableInput("--all and --invocation exclude each other: give the one that you want")
+    if every:
+        _list(_all_live(unit, config, explain) if unit else _all_offline(journal, text, show, explain), as_json)
+        return
+    answer = _live(unit, invocation, config, explain) if unit else _offline(journal, text, show, invocation, explain)
     if as_json:
-        typer.echo(json.dumps(answer.diagnosis.to_json(), ensure_ascii=False))
+        typer.echo(json.dumps(answer.to_json(), ensure_ascii=False))
     else:
         from sglang_watchdog.cli.terminal import print_diagnosis
 
-        print_diagnosis(answer.diagnosis, answer.unit, answer.invocation)
+        print_diagnosis(answer)
 
 
-def _live(unit: str, invocation: str, config: Path) -> Answer:
+def _list(answers: list[Answer], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([answer.listed() for answer in answers], ensure_ascii=False))
+        return
+    from sglang_watchdog.cli.terminal import print_list
+
+    print_list(answers)
+
+
+def _live(unit: str, invocation: str, config: Path, explain: bool) -> Answer:
     from sglang_watchdog.cli.live import diagnose_live
 
-    return diagnose_live(unit, invocation, config)
+    return diagnose_live(unit, invocation, config, explain=explain)
 
 
-def _offline(journal: Path | None, text: Path | None, show: Path | None, invocation: str) -> Answer:
+def _all_live(unit: str, config: Path, explain: bool) -> list[Answer]:
+    from sglang_watchdog.cli.live import list_live
+
+    return list_live(unit, config, explain=explain)
+
+
+def _offline(journal: Path | None, text: Path | None, show: Path | None, invocation: str, explain: bool) -> Answer:
     from sglang_watchdog.cli.files import diagnose_offline
 
-    return diagnose_offline(journal=journal, text=text, show=show, invocation=invocation)
+    return diagnose_offline(journal=journal, text=text, show=show, invocation=invocation, explain=explain)
+
+
+def _all_offline(journal: Path | None, text: Path | None, show: Path | None, explain: bool) -> list[Answer]:
+    from sglang_watchdog.cli.files import list_offline
+
+    return list_offline(journal=journal, text=text, show=show, explain=explain)

@@ -1,60 +1,107 @@
 """`sglang-watchdog diagnose --journal FILE`: from files that anybody can hand over. Needs no root, bus or GPU."""
 
+import io
+import sys
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import IO
 
-from sglang_watchdog.cli.answer import Answer
+from sglang_watchdog.cli.answer import MOST_LAUNCHES, Answer, answer, newest_first
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.engine import diagnose
-from sglang_watchdog.diagnosis.entries import read_journal, read_text
-from sglang_watchdog.diagnosis.launches import read_launch
+from sglang_watchdog.diagnosis.formats import HEAD_BYTES, read_entries
+from sglang_watchdog.diagnosis.launches import read_launch, read_launches
+from sglang_watchdog.diagnosis.leavings import Leavings
 from sglang_watchdog.diagnosis.show import parse_show
+from sglang_watchdog.diagnosis.timeline import Timeline
 from sglang_watchdog.domain.errors import UnusableInput
 from sglang_watchdog.domain.unit import UnitSnapshot
 
-# Longer than any entry that journald writes; a file without line ends must not be read into memory whole.
-_LONGEST_LINE = 8 * 1024 * 1024
+_STDIN = Path("-")
+_BUFFER = 1024 * 1024
+_LONGEST_SHOW = 16 * 1024 * 1024
 
 
 def diagnose_offline(
-    *, journal: Path | None = None, text: Path | None = None, show: Path | None = None, invocation: str = ""
+    *,
+    journal: Path | None = None,
+    text: Path | None = None,
+    show: Path | None = None,
+    invocation: str = "",
+    explain: bool = False,
 ) -> Answer:
     """The diagnosis of one launch in files. Of several launches the newest that ended, unless `invocation` names one.
 
-    Raises UnusableInput, which names the file and the line.
+    Raises UnusableInput, which names the file and what is wrong with it.
     """
+    source = _source(journal, text)
+    unit = _read_show(show) if show else None
+    with _opened(source) as (head, stream, leavings):
+        entries = read_entries(head, stream, leavings, journal=journal is not None)
+        timeline = read_launch(entries, invocation, unit.name if unit else "")
+    return answer(_case(timeline, unit, leavings), unit.name if unit else "", explain=explain)
+
+
+def list_offline(
+    *, journal: Path | None = None, text: Path | None = None, show: Path | None = None, explain: bool = False
+) -> list[Answer]:
+    """The diagnoses of every launch in files, newest first; of very many the newest. Raises UnusableInput."""
+    source = _source(journal, text)
+    unit = _read_show(show) if show else None
+    name = unit.name if unit else ""
+    answers: deque[Answer] = deque(maxlen=MOST_LAUNCHES)
+    with _opened(source) as (head, stream, leavings):
+        for timeline in read_launches(read_entries(head, stream, leavings, journal=journal is not None), name):
+            answers.append(answer(_case(timeline, unit, leavings), name, explain=explain))
+    return newest_first(list(answers), name if any(one.unit == name for one in answers) else "")
+
+
+def _source(journal: Path | None, text: Path | None) -> Path:
+    if journal and text:
+        raise UnusableInput("--journal and --text exclude each other: give the one that you have")
     source = journal or text
     if source is None:
         raise UnusableInput(
             "Nothing to diagnose: give --journal FILE (from `journalctl -o json --all -u UNIT`) or --text FILE"
         )
-    if journal and text:
-        raise UnusableInput("--journal and --text exclude each other: give the one that you have")
-    unit = _read_show(show) if show else None
-    read = read_journal if journal else read_text
-    timeline = read_launch(read(_lines(source), str(source)), invocation, unit.name if unit else "")
-    answer = diagnose(Case(timeline=timeline, unit=unit))
-    return Answer(answer, timeline.unit or (unit.name if unit else ""), timeline.invocation)
+    return source
+
+
+def _case(timeline: Timeline, unit: UnitSnapshot | None, leavings: Leavings) -> Case:
+    return Case(timeline=timeline, unit=unit, input_notes=(leavings.note,) if leavings.note else ())
 
 
 def _read_show(path: Path) -> UnitSnapshot | None:
+    with _opened(path) as (_, stream, leavings):
+        return parse_show(stream.read(_LONGEST_SHOW).decode("utf-8", "replace"), leavings.name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[bytes, IO[bytes], Leavings]]:
+    """The beginning of a file (of standard input for `-`), the whole of it as a stream, and where to count."""
+    name = "standard input" if path == _STDIN else str(path)
     try:
-        return parse_show(path.read_text(encoding="utf-8", errors="replace"), str(path))
+        with nullcontext(sys.stdin.buffer) if path == _STDIN else path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+            yield head, io.BufferedReader(_Rejoined(head, file), _BUFFER), Leavings(name)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise UnusableInput(f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file; of one that is too long the beginning."""
-    try:
-        with path.open("rb") as file:
-            while line := file.readline(_LONGEST_LINE):
-                yield line
-                while not line.endswith(b"\n") and (line := file.readline(_LONGEST_LINE)):
-                    pass
-    except OSError as error:
-        raise _unreadable(path, error) from error
+class _Rejoined(io.RawIOBase):
+    """A stream of which the beginning was read already, from that beginning on: a pipe cannot be wound back."""
 
+    def __init__(self, head: bytes, rest: IO[bytes]) -> None:
+        self._head, self._rest = head, rest
 
-def _unreadable(path: Path, error: OSError) -> UnusableInput:
-    return UnusableInput(f"{path} cannot be read: {error.strerror or error}")
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        view = memoryview(buffer)  # type: ignore[arg-type]
+        if not self._head:
+            return self._rest.readinto(view)  # type: ignore[attr-defined, no-any-return]
+        piece, self._head = self._head[: len(view)], self._head[len(view) :]
+        view[: len(piece)] = piece
+        return len(piece)

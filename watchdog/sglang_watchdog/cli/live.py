@@ -2,34 +2,53 @@
 are now. Asks nobody but `systemctl` and `journalctl`, so it works while the daemon is down."""
 
 import subprocess
+import tempfile
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_watchdog.cli.answer import Answer
+from sglang_watchdog.cli.answer import MOST_LAUNCHES, Answer, answer, newest_first
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.engine import diagnose
 from sglang_watchdog.diagnosis.entries import read_journal
-from sglang_watchdog.diagnosis.launches import read_launch
+from sglang_watchdog.diagnosis.formats import lines_of
+from sglang_watchdog.diagnosis.launches import read_launch, read_launches
 from sglang_watchdog.diagnosis.show import parse_show
 from sglang_watchdog.domain.errors import LedgerError, UnusableInput, WatchdogError
+from sglang_watchdog.domain.journal import MessageId
 from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import override, unit_files
-from sglang_watchdog.host.journal import matches_of
+from sglang_watchdog.host.journal import READING, matches_of
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.settings import Settings, load
 
 _SHOW_S = 20
+_WORDS = 4096  # bytes of what journalctl complains
+_OOMD = f"MESSAGE_ID={MessageId.OOMD_KILL}"
 # A day of entries is read where nothing names the launch; a named one is found at any age.
 _NAMELESS = ("--since=-1d",)
 
 
-def diagnose_live(unit: str, invocation: str, config: Path) -> Answer:
+def diagnose_live(unit: str, invocation: str, config: Path, *, explain: bool = False) -> Answer:
     """The diagnosis of a unit of this host: its newest launch that ended, or the one that `invocation` names."""
-    settings = load(config) if config.exists() else Settings()
-    case = live_case(unit, invocation, settings.state_dir)
-    return Answer(diagnose(case), unit, case.timeline.invocation)
+    return answer(live_case(unit, invocation, _settings(config).state_dir), unit, explain=explain)
+
+
+def list_live(unit: str, config: Path, *, explain: bool = False) -> list[Answer]:
+    """The diagnoses of every launch of the unit that the journal still holds, newest first; of very many the newest."""
+    snapshot, state_dir = _show(unit), _settings(config).state_dir
+    name = snapshot.name or unit
+    matches = [f"_SYSTEMD_UNIT={name}", "+", f"UNIT={name}", "+", "_TRANSPORT=kernel", "+", _OOMD]
+    answers: deque[Answer] = deque(maxlen=MOST_LAUNCHES)
+    for timeline in read_launches(read_journal(_journalctl(matches), "the journal"), name):
+        case = Case(timeline=timeline, unit=snapshot, launch=_recorded(state_dir, timeline.invocation))
+        answers.append(answer(case, name, explain=explain))
+    return newest_first(list(answers), name)
+
+
+def _settings(config: Path) -> Settings:
+    return load(config) if config.exists() else Settings()
 
 
 def live_case(unit: str, invocation: str, state_dir: Path) -> Case:
@@ -37,9 +56,10 @@ def live_case(unit: str, invocation: str, state_dir: Path) -> Case:
     snapshot = _show(unit)
     if not snapshot.loaded and not invocation:
         raise UnusableInput(f"{unit} is not loaded ({snapshot.load_state or 'systemd does not know it'})")
+    name = snapshot.name or unit
     chosen = invocation or (snapshot.invocation if snapshot.ended else "")
-    matches = matches_of(chosen) if chosen else [*_NAMELESS, f"_SYSTEMD_UNIT={unit}", "+", f"UNIT={unit}"]
-    timeline = read_launch(read_journal(_journalctl(matches), "the journal"), chosen, unit)
+    matches = matches_of(chosen) if chosen else [*_NAMELESS, f"_SYSTEMD_UNIT={name}", "+", f"UNIT={name}"]
+    timeline = read_launch(read_journal(_journalctl(matches), "the journal"), chosen, name)
     return Case(
         timeline=timeline,
         unit=snapshot,
@@ -72,17 +92,26 @@ def _show(unit: str) -> UnitSnapshot:
 
 
 def _journalctl(matches: list[str]) -> Iterator[bytes]:
-    command = ["journalctl", "--output=json", "--all", "--no-pager", "--quiet", *matches]
+    """Lines of the journal. What was read before journalctl failed is used: a file that rotation or a vacuum takes
+    away while it is read ends the reading early, and no more."""
+    command = ["journalctl", *READING, *matches]
+    given = False
     try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        with (
+            tempfile.TemporaryFile() as errors,  # a pipe that nobody reads would fill and stop it
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process,
+        ):
             assert process.stdout is not None
-            assert process.stderr is not None
-            yield from process.stdout
-            words = process.stderr.read().decode(errors="replace").strip()
+            for line in lines_of(process.stdout):
+                given = True
+                yield line
+            status = process.wait()
+            errors.seek(0)
+            words = " ".join(errors.read(_WORDS).decode(errors="replace").split())
     except OSError as error:
         raise WatchdogError(f"journalctl cannot be run: {error}") from error
-    if process.returncode:
-        raise WatchdogError(f"journalctl ended with status {process.returncode}: {words}")
+    if status and not given:
+        raise WatchdogError(f"journalctl ended with status {status}: {words}")
 
 
 def _recorded(state_dir: Path, invocation: str) -> Launch | None:

@@ -5,11 +5,15 @@ from datetime import UTC, datetime
 from rich.console import Console
 from rich.text import Text
 
+from sglang_watchdog.cli.answer import Answer
+from sglang_watchdog.diagnosis.explanation import Explanation, Matched
 from sglang_watchdog.domain.evidence import Evidence
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
+from sglang_watchdog.domain.launch import Phase
 
 _LINES_THAT_MATTER = 3
 _LINES_RULED_OUT = 3
+_SHORTEST = 60
 _ROLLBACK = {
     True: "Less or no speculation would have avoided this.",
     False: "Less or no speculation would not have avoided this.",
@@ -23,13 +27,13 @@ def console() -> Console:
     return Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
 
 
-def print_diagnosis(diagnosis: Diagnosis, unit: str, invocation: str, out: Console | None = None) -> None:
+def print_diagnosis(answer: Answer, out: Console | None = None) -> None:
     """What happened, why we think so, what it was not, what to do."""
     out = out or console()
-    colour = "green" if diagnosis.failure in _HARMLESS else "yellow" if diagnosis.confidence < 0.5 else "red"
-    out.print(Text(diagnosis.failure.value, style=f"bold {colour}"), Text(_about(diagnosis, unit, invocation)))
+    diagnosis = answer.diagnosis
+    out.print(Text(diagnosis.failure.value, style=f"bold {_colour(diagnosis)}"), Text(_about(answer)))
     out.print(Text(diagnosis.summary))
-    _section(out, "Why", [_line(e) for e in diagnosis.evidence[:_LINES_THAT_MATTER]])
+    _section(out, "Why", [_cut(_line(e), out) for e in diagnosis.evidence[:_LINES_THAT_MATTER]])
     ruled_out = diagnosis.ruled_out[:_LINES_RULED_OUT]
     _section(out, "It was not", [f"{r.failure.value}: {r.because}" for r in ruled_out])
     _section(out, "What to do", list(diagnosis.advice))
@@ -38,11 +42,56 @@ def print_diagnosis(diagnosis: Diagnosis, unit: str, invocation: str, out: Conso
         out.print(Text(_ROLLBACK[diagnosis.rollback_helps]))
     if diagnosis.effective:
         out.print(Text("Ran with: " + ", ".join(f"{k}={v}" for k, v in diagnosis.effective.items()), style="dim"))
+    if answer.explanation:
+        _print_explanation(answer.explanation, out)
 
 
-def _about(diagnosis: Diagnosis, unit: str, invocation: str) -> str:
-    launch = f", launch {invocation[:12]}" if invocation else ""
-    return f" {unit}{launch}, {diagnosis.phase.value.replace('_', ' ')}, confidence {diagnosis.confidence:.0%}"
+def print_list(answers: list[Answer], out: Console | None = None) -> None:
+    """A launch a line, newest first: when it was last heard of, what ended it, how sure that is, what ran."""
+    out = out or console()
+    if not answers:
+        out.print(Text("No launch is to be found."))
+        return
+    rows = [("last entry", "class", "sure", "ran", "launch")]
+    for one in answers:
+        when = datetime.fromtimestamp(one.last, UTC).strftime("%Y-%m-%d %H:%M:%S") if one.last else "-"
+        sure = f"{one.diagnosis.confidence:.0%}"
+        rows.append((when, one.diagnosis.failure.value, sure, one.ran or "-", one.invocation[:12]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    styles = ["bold", *(_colour(one.diagnosis) for one in answers)]
+    units = {one.unit for one in answers}
+    for number, (row, style) in enumerate(zip(rows, styles, strict=True)):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        of = f"  {answers[number - 1].unit}" if number and len(units) > 1 else ""
+        out.print(
+            Text(f"{cells[0]}  "), Text(cells[1], style=style), Text("  ".join(["", *cells[2:]]).rstrip() + of), sep=""
+        )
+
+
+def _print_explanation(explanation: Explanation, out: Console) -> None:
+    rows = [
+        f"line {m.line}{_clock(m.time)} {_who(m)}: {m.signature or 'no signature'} ({m.means}, {m.phase}): {m.text}"
+        for m in explanation.matched
+    ]
+    _section(out, "What matched", [_cut(row, out) for row in rows] or ["nothing"])
+    _section(out, "Why not another class", [f"{lost.failure.value}: {lost.because}" for lost in explanation.lost])
+
+
+def _who(matched: Matched) -> str:
+    pid = f"pid {matched.pid}" if matched.pid else ""
+    return " ".join(word for word in (matched.source.value, pid, matched.rank) if word)
+
+
+def _colour(diagnosis: Diagnosis) -> str:
+    return "green" if diagnosis.failure in _HARMLESS else "yellow" if diagnosis.confidence < 0.5 else "red"
+
+
+def _about(answer: Answer) -> str:
+    diagnosis = answer.diagnosis
+    launch = f"launch {answer.invocation[:12]}" if answer.invocation else ""
+    phase = diagnosis.phase.value.replace("_", " ") if diagnosis.phase is not Phase.UNKNOWN else ""
+    parts = (answer.unit, launch, phase, f"confidence {diagnosis.confidence:.0%}")
+    return ", ".join(part for part in parts if part)
 
 
 def _section(out: Console, title: str, lines: list[str]) -> None:
@@ -54,6 +103,15 @@ def _section(out: Console, title: str, lines: list[str]) -> None:
         out.print(Text(f"  {line}"))
 
 
+def _cut(line: str, out: Console) -> str:
+    """A log line on a terminal takes two rows at most, of which the beginning tells; a pipe gets it whole."""
+    longest = max(2 * out.width - 4, _SHORTEST) if out.is_terminal else len(line)
+    return line if len(line) <= longest else f"{line[: longest - 2]} …"
+
+
 def _line(evidence: Evidence) -> str:
-    clock = datetime.fromtimestamp(evidence.time, UTC).strftime("%H:%M:%S ") if evidence.time else ""
-    return f"{clock}{evidence.source.value}: {evidence.text}"
+    return f"{_clock(evidence.time or 0.0).lstrip()} {evidence.source.value}: {evidence.text}".lstrip()
+
+
+def _clock(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime(" %H:%M:%S") if time else ""

@@ -30,3 +30,4 @@ class Case:
     known_good: SpeculationConfig | None = None
     has_ledger: bool = False
     managed: frozenset[str] = frozenset()
+    input_notes: tuple[str, ...] = ()  # what of the input could not be read, for people

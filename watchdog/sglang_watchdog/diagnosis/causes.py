@@ -117,19 +117,18 @@ def _is_an_abort(cause: Cause) -> bool:
 
 
 def _all(case: Case) -> Iterator[Cause]:
+    return (cause for cause, went_on in weighed_causes(case) if not went_on)
+
+
+def weighed_causes(case: Case) -> Iterator[tuple[Cause, bool]]:
+    """Everything that could be a cause, and whether the launch went on after it (then it was none)."""
     timeline = case.timeline
-    for hit in timeline.hits:
-        cause = _of_hit(hit, case)
-        if cause and not _went_on(cause, timeline):
-            yield cause
-    for failure in timeline.failures:
-        cause = _of_failure(failure, case)
-        if cause and not _went_on(cause, timeline):
-            yield cause
-    for said in timeline.said:
-        cause = _of_said(said, case)
-        if cause and not _went_on(cause, timeline):
-            yield cause
+    judged = (
+        *(_of_hit(hit, case) for hit in timeline.hits),
+        *(_of_failure(failure, case) for failure in timeline.failures),
+        *(_of_said(said, case) for said in timeline.said),
+    )
+    return ((cause, _went_on(cause, timeline)) for cause in judged if cause)
 
 
 def _went_on(cause: Cause, timeline: Timeline) -> bool:

@@ -33,3 +33,25 @@ def _offset(zone: str) -> int:
     digits = zone[1:].replace(":", "")
     seconds = int(digits[:2]) * 3600 + int(digits[2:]) * 60
     return -seconds if zone[0] == "-" else seconds
+
+
+_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
+_DAY = 86400
+
+
+def month_time(text: str, near: float) -> float | None:
+    """Unix seconds of `Mar 09 22:35:06`, which has no year: that of `near`. None where `near` is not known."""
+    if not (text and near):
+        return None
+    month = _MONTHS.find(text[:3]) // 3 + 1
+    day, hour, minute, second = (int(text[i : i + 2]) for i in (4, 7, 10, 13))
+    if not (month and 1 <= day <= 31):
+        return None
+    year = _year(near)
+    times = (calendar.timegm((y, month, day, hour, minute, second)) for y in (year - 1, year, year + 1))
+    return float(min(times, key=lambda time: abs(time - near)))
+
+
+def _year(seconds: float) -> int:
+    """The year of Unix seconds, in UTC, near enough for its neighbours to be tried as well."""
+    return 1970 + int(seconds / (365.2425 * _DAY))

@@ -90,7 +90,7 @@ def _redacted(evidence: Evidence) -> Evidence:
 
 def _reading_notes(case: Case, verdict: Verdict) -> tuple[str, ...]:
     """What the input itself lacks."""
-    notes = []
+    notes = [*case.input_notes]
     if case.timeline.lost_fields and not case.timeline.server_args:
         notes.append("The journal was written without --all, so long lines (server_args) are missing from it.")
     if case.timeline.suppressed:

@@ -1,67 +1,66 @@
-"""Reads what a person or `journalctl` hands over, line by line, into journal entries. Does not open files.
-
-Two forms: `journalctl -o json` (one object a line; the live pull and an offline file are the same) and a plain log.
-"""
+"""Journal entries out of what journalctl prints: `-o json` (the live pull and an offline file are the same), and the
+fields of an entry however they were written."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from sglang_watchdog.diagnosis.clock import first_time
-from sglang_watchdog.domain.errors import UnusableInput
+from sglang_watchdog.diagnosis.leavings import Leavings
 from sglang_watchdog.domain.journal import JournalEntry
 
-# journald itself splits lines at 48 KiB; what is longer in a file made by something else is no message of SGLang.
+# journald itself splits lines at 48 KiB; of what is longer the beginning and the end are kept.
 _LONGEST_MESSAGE = 64 * 1024
+_LONGEST_TAIL = 8 * 1024
 _LONGEST_NUMBER = 20
-_LONGEST_LINE = 4 * 1024 * 1024
+# A message of 1 MB that is no UTF-8 comes as numbers, of up to four characters each with the comma.
+_LONGEST_LINE = 6 * 1024 * 1024
+
+_WANTED = "Wanted is what `journalctl -o json --all` (or `-o export`) prints; for a plain log use --text"
+_decode = json.JSONDecoder().raw_decode
 
 
 class NotAnEntry(ValueError):
     """A line that is no journal entry. The text says what it is instead."""
 
 
-def read_journal(lines: Iterable[bytes], name: str) -> Iterator[JournalEntry]:
+def read_journal(lines: Iterable[bytes], name: str, leavings: Leavings | None = None) -> Iterator[JournalEntry]:
     """Entries of `journalctl -o json` output, in order. `name` is for messages.
 
-    A last line that was cut off is left out (a file copied while it was written ends so).
-    Raises UnusableInput, with the line's number, for anything else that is no entry, and for a file without entries.
+    A line that is no entry (cut off, overwritten, somebody else's) loses nothing but itself, and is counted in
+    `leavings`. Raises UnusableInput at the end where there was no entry at all.
     """
-    broken: tuple[int, NotAnEntry] | None = None
-    seen = False
+    leavings = leavings or Leavings(name)
+    number, used = 0, False
     for number, line in enumerate(lines, start=1):
-        if broken:
-            raise _unusable(name, *broken)
-        if not line.strip():
-            continue
         try:
             yield parse_entry(line)
-            seen = True
+            used = True
         except NotAnEntry as reason:
-            broken = (number, reason)
-    if not seen:
-        if broken:
-            raise _unusable(name, *broken)
-        raise UnusableInput(f"{name} holds no journal entries")
-
-
-def _unusable(name: str, number: int, reason: NotAnEntry) -> UnusableInput:
-    return UnusableInput(
-        f"{name}, line {number}: {reason}. Wanted is what `journalctl -o json --all` prints; for a plain log use --text"
-    )
+            if line.strip(b"\x00 \t\r\n"):
+                leavings.left_out(number, str(reason))
+    leavings.ended(number, used=used, wanted=_WANTED)
 
 
 def parse_entry(line: bytes | str) -> JournalEntry:
     """One line of `journalctl -o json`. Raises NotAnEntry."""
     if len(line) > _LONGEST_LINE:
         raise NotAnEntry(f"a line of {len(line)} bytes is no journal entry")
+    text = line if isinstance(line, str) else line.decode("utf-8", "replace")
     try:
-        fields = json.loads(line)
+        if not text.startswith("{"):
+            text = _bare(text)
+        fields, end = _decode(text)
     except (ValueError, RecursionError):
         raise NotAnEntry("not JSON, or cut off") from None
-    if not isinstance(fields, dict) or not ("MESSAGE" in fields or "__REALTIME_TIMESTAMP" in fields):
+    if type(fields) is not dict or not ("MESSAGE" in fields or "__REALTIME_TIMESTAMP" in fields):
         raise NotAnEntry("JSON, but no journal entry")
-    return _entry(fields)
+    if len(text) - end > 1 and text[end:].strip("\x00 \t\r\n"):
+        raise NotAnEntry("JSON with something else behind it")
+    return entry_of(fields)
+
+
+def _bare(text: str) -> str:
+    """Without what `-o json-seq` and `-o json-sse` put before each entry, and without a hole that a crash left."""
+    return text.lstrip("\x00\x1e \t\r\n").removeprefix("data: ")
 
 
 def entry_or_none(line: bytes) -> JournalEntry | None:
@@ -72,34 +71,45 @@ def entry_or_none(line: bytes) -> JournalEntry | None:
         return None
 
 
-def _entry(fields: Mapping[str, object]) -> JournalEntry:
+def entry_of(fields: Mapping[str, object]) -> JournalEntry:
+    """An entry of its fields: text, bytes as a list of numbers, or a list of either where a field was given twice."""
     get = fields.get
-    return JournalEntry(
-        time=_micros(get("__REALTIME_TIMESTAMP")) or 0.0,
-        message=_message(get("MESSAGE")),
-        cursor=_text(get("__CURSOR")),
-        monotonic=_micros(get("__MONOTONIC_TIMESTAMP")),
-        boot_id=_text(get("_BOOT_ID")),
-        transport=_text(get("_TRANSPORT")),
-        identifier=_text(get("SYSLOG_IDENTIFIER")),
-        comm=_text(get("_COMM")),
-        pid=_number(get("_PID")),
-        unit=_text(get("UNIT") or get("USER_UNIT") or get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT")),
-        invocation=_text(get("INVOCATION_ID") or get("USER_INVOCATION_ID") or get("_SYSTEMD_INVOCATION_ID")),
-        message_id=_text(get("MESSAGE_ID")),
-        priority=_number(get("PRIORITY")) or 6,
-        unit_result=_text(get("UNIT_RESULT")),
-        exit_code=_text(get("EXIT_CODE")),
-        exit_status=_text(get("EXIT_STATUS")),
-        job_type=_text(get("JOB_TYPE")),
-        job_result=_text(get("JOB_RESULT")),
+    message = get("MESSAGE")
+    transport = _text(get("_TRANSPORT"))
+    common = (
+        (_number(get("__REALTIME_TIMESTAMP")) or 0) / 1e6,
+        message if type(message) is str and len(message) <= _LONGEST_MESSAGE else _message(message),
+        _text(get("__CURSOR")),
+        transport,
+        _text(get("SYSLOG_IDENTIFIER")),
+        _text(get("_COMM")),
+        _number(get("_PID")),
     )
+    if transport == "stdout" and "UNIT" not in fields and "_SYSTEMD_UNIT" in fields:  # what a process printed
+        unit = get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT")
+        return JournalEntry(*common, _text(unit), _text(get("_SYSTEMD_INVOCATION_ID")))
+    return JournalEntry(
+        *common,
+        _text(get("UNIT") or get("USER_UNIT") or get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT")),
+        _text(get("INVOCATION_ID") or get("USER_INVOCATION_ID") or get("_SYSTEMD_INVOCATION_ID")),
+        _text(get("MESSAGE_ID")),
+        _text(get("UNIT_RESULT")),
+        _text(get("EXIT_CODE")),
+        _text(get("EXIT_STATUS")),
+    )
+
+
+def clipped(text: str) -> str:
+    """The beginning and the end of a message that is too long: both can tell something."""
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} … {text[-_LONGEST_TAIL:]}"
 
 
 def _text(value: object) -> str:
     """A field given twice comes as a list, of which the last counts."""
     if type(value) is str:
         return value
+    if value is None:
+        return ""
     if isinstance(value, list) and value and not isinstance(value[-1], int):
         return _text(value[-1])
     return _message(value) or ""
@@ -107,89 +117,21 @@ def _text(value: object) -> str:
 
 def _message(value: object) -> str | None:
     """journalctl gives bytes that are no UTF-8 as a list of numbers, and a repeated field as a list of either."""
-    if type(value) is str:
-        return value if len(value) <= _LONGEST_MESSAGE else value[:_LONGEST_MESSAGE]
     match value:
+        case str():
+            return clipped(value)
         case [int(), *_]:
-            return bytes(b & 0xFF for b in value[:_LONGEST_MESSAGE] if isinstance(b, int)).decode("utf-8", "replace")
+            return clipped(bytes(b & 0xFF for b in value if isinstance(b, int)).decode("utf-8", "replace"))
         case list():
-            parts = [part for part in map(_message, value) if part is not None]
-            return "\n".join(parts)[:_LONGEST_MESSAGE]
+            return clipped("\n".join(part for part in map(_message, value) if part is not None))
         case None:
             return None
         case _:
-            return str(value)[:_LONGEST_MESSAGE]
-
-
-def _micros(value: object) -> float | None:
-    number = _number(value)
-    return None if number is None else number / 1e6
+            return clipped(str(value))
 
 
 def _number(value: object) -> int | None:
     if value is None:
         return None
-    text = _text(value)
-    return int(text) if text.isdecimal() and len(text) < _LONGEST_NUMBER else None
-
-
-_SYSLOG = re.compile(
-    r"(?:(?P<short>[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d)|(?P<iso>\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d)?)) \S+ "
-    r"(?P<identifier>[\w.@/:-]+?)(?:\[(?P<pid>\d+)\])?: (?P<message>.*)",
-    re.DOTALL,
-)
-_TAGGED = re.compile(r"(?P<identifier>systemd|kernel)(?:\[(?P<pid>\d+)\])?: (?P<message>.*)", re.DOTALL)
-_DOCKER = re.compile(r"(?P<iso>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}Z) (?P<message>.*)", re.DOTALL)
-_STARTED = re.compile(r"Start(?:ing|ed) \S+")
-
-
-def read_text(lines: Iterable[bytes], name: str) -> Iterator[JournalEntry]:
-    """Entries of a plain log: what SGLang or `docker logs` printed, or `journalctl` in its default form.
-
-    A log has no invocation ids: each start that systemd reports after an end is taken for a new launch, named
-    `text-1`, `text-2` and so on. Raises UnusableInput where there is no line, or where the file is no text.
-    """
-    launch, ended, clock, seen = 1, False, 0.0, False
-    for number, line in enumerate(lines, start=1):
-        text = line[:_LONGEST_MESSAGE].decode("utf-8", "replace").rstrip("\r\n")
-        if "\x00" in text:
-            raise UnusableInput(f"{name}, line {number}: not a text file")
-        seen = seen or bool(text.strip())
-        entry = _text_entry(text, clock)
-        clock = entry.time
-        if entry.from_manager and entry.message:
-            starts = bool(_STARTED.match(entry.message))
-            launch, ended = (launch + 1, False) if ended and starts else (launch, ended or _tells_an_end(entry.message))
-        yield JournalEntry(
-            time=entry.time,
-            message=entry.message,
-            transport=entry.transport,
-            identifier=entry.identifier,
-            comm=entry.comm,
-            pid=entry.pid,
-            invocation=f"text-{launch}",
-        )
-    if not seen:
-        raise UnusableInput(f"{name} is empty")
-
-
-def _tells_an_end(message: str) -> bool:
-    return "Failed with result" in message or "Deactivated successfully" in message or "Main process exited" in message
-
-
-def _text_entry(text: str, clock: float) -> JournalEntry:
-    match = _SYSLOG.fullmatch(text) or _TAGGED.fullmatch(text) or _DOCKER.fullmatch(text)
-    parts = match.groupdict() if match else {"message": text}
-    identifier = parts.get("identifier") or ""
-    # SGLang's own clock carries no zone. It is read as UTC: only differences are used.
-    time = first_time(parts.get("iso") or "") or first_time(parts["message"][:32]) or clock
-    pid = _number(parts.get("pid"))
-    manager = identifier == "systemd"
-    return JournalEntry(
-        time=time,
-        message=parts["message"],
-        transport="kernel" if identifier == "kernel" else "stdout",
-        identifier=identifier,
-        comm="systemd" if manager else "",
-        pid=pid,
-    )
+    text = value if type(value) is str else _text(value)
+    return int(text) if len(text) < _LONGEST_NUMBER and text.isascii() and text.isdigit() else None

@@ -7,11 +7,13 @@ launch is decided elsewhere, from the phase and the frames in which it was seen.
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from operator import itemgetter
+from typing import Generic, TypeVar
 
 from sglang_watchdog.domain.evidence import Source
 
@@ -161,46 +163,60 @@ class Catalog:
         return Index.of(signature for signature in self.signatures if signature.source is source)
 
 
-Needles = tuple[tuple[str, Signature], ...]
-_DIGITS = dict.fromkeys(map(ord, "0123456789"))
-_MOST_SHAPES = 2048
-_LONGEST_SHAPE = 300  # characters
+T = TypeVar("T")
+_KEY_LENGTH = 4
 
 
-@dataclass(slots=True)
+class Needles(Generic[T]):
+    """Finds which of many literals a text holds, at the cost of a few: each literal holds one of the keys, texts of
+    four characters that many of them share, and only the literals of a key that is in the text are looked for."""
+
+    def __init__(self, pairs: Iterable[tuple[str, T]]) -> None:
+        self._by_key = tuple(_keyed([(needle, place, item) for place, (needle, item) in enumerate(pairs)]))
+
+    def held(self, text: str) -> list[T]:
+        """The items of those literals that the text holds, in order."""
+        found = [
+            (place, item)
+            for key, literals in self._by_key
+            if key in text
+            for needle, place, item in literals
+            if needle in text
+        ]
+        return [item for _, item in sorted(found, key=itemgetter(0))] if len(found) > 1 else [i for _, i in found]
+
+
+def _keyed(literals: list[tuple[str, int, T]]) -> Iterator[tuple[str, list[tuple[str, int, T]]]]:
+    """Each literal once, by the key that most of them share."""
+    keys: dict[str, list[tuple[str, int, T]]] = {}
+    for literal in literals:
+        needle = literal[0]
+        for key in {needle[i : i + _KEY_LENGTH] for i in range(max(1, len(needle) - _KEY_LENGTH + 1))}:
+            keys.setdefault(key, []).append(literal)
+    covered: set[int] = set()
+    for key, sharing in sorted(keys.items(), key=lambda pair: (-len(pair[1]), pair[0])):
+        left = [literal for literal in sharing if literal[1] not in covered]
+        if left:
+            covered.update(place for _, place, _ in left)
+            yield key, left
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
-    """Signatures by their needles, so that a line that holds none costs one look for each literal and no pattern.
+    """Signatures by their needles, so that a line that holds none costs no pattern."""
 
-    Logs repeat themselves but for the figures. The shape of a line (itself without digits) that held no needle is kept,
-    so that the next line of that shape is looked at for the few needles with digits in them alone.
-    """
-
-    plain: Needles
-    numbered: Needles
-    _silent: set[str] = field(default_factory=set)
+    needles: Needles[Signature]
 
     @classmethod
     def of(cls, signatures: Iterable[Signature]) -> "Index":
-        pairs = [(needle, signature) for signature in signatures for needle in signature.needles]
-        numbered = tuple(pair for pair in pairs if any(char.isdigit() for char in pair[0]))
-        return cls(tuple(pair for pair in pairs if pair not in numbered), numbered)
+        return cls(Needles((needle, signature) for signature in signatures for needle in signature.needles))
 
     def matches(self, text: str) -> list[tuple[Signature, re.Match[str]]]:
         """What matches. Where a benign wording does, that one alone: such a line is looked at no further."""
-        held = [signature for needle, signature in self.numbered if needle in text]
-        shape = text[: _LONGEST_SHAPE + 1].translate(_DIGITS)
-        if shape not in self._silent:
-            told = [signature for needle, signature in self.plain if needle in text]
-            if not told and len(text) <= _LONGEST_SHAPE and len(self._silent) < _MOST_SHAPES:
-                self._silent.add(shape)
-            held += told
-        return _matching(held, text) if held else []
-
-
-def _matching(signatures: list[Signature], text: str) -> list[tuple[Signature, re.Match[str]]]:
-    found = {signature.id: (signature, match) for signature in signatures if (match := signature.pattern.search(text))}
-    benign = [pair for pair in found.values() if pair[0].means is Meaning.BENIGN]
-    return benign[:1] or list(found.values())
+        held = {signature.id: signature for signature in self.needles.held(text)}
+        found = [(signature, match) for signature in held.values() if (match := signature.pattern.search(text))]
+        benign = [pair for pair in found if pair[0].means is Meaning.BENIGN]
+        return benign[:1] or found
 
 
 @cache

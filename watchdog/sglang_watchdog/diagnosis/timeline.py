@@ -14,7 +14,8 @@ from sglang_watchdog.diagnosis.manager import Said, Word
 from sglang_watchdog.diagnosis.progress import BEGINNINGS, Progress, Worker
 from sglang_watchdog.diagnosis.server_args import PREFIX as SERVER_ARGS
 from sglang_watchdog.diagnosis.server_args import parse_server_args
-from sglang_watchdog.diagnosis.signatures import Catalog, Meaning, ReleaseRange, Signature, catalog
+from sglang_watchdog.diagnosis.signatures import Catalog, Meaning, Needles, ReleaseRange, Signature, catalog
+from sglang_watchdog.diagnosis.structured import read_structured
 from sglang_watchdog.diagnosis.tracebacks import ProcessLog, Raised
 from sglang_watchdog.domain.evidence import Source
 from sglang_watchdog.domain.journal import JournalEntry, MessageId
@@ -41,6 +42,7 @@ class Hit:
     phase: Phase = Phase.UNKNOWN
     worker: Worker = Worker.TARGET
     rank: str = ""
+    pid: int | None = None
     frames: tuple[str, ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
 
@@ -115,6 +117,11 @@ class Timeline:
     def phase(self) -> Phase:
         return self.phases[-1].phase if self.phases else Phase.UNKNOWN
 
+    @property
+    def tells_of_sglang(self) -> bool:
+        """Whether anything in it is of a server, and not of some other service."""
+        return bool(self.phases or self.server_args or any(hit.signature.source is Source.SGLANG for hit in self.hits))
+
     def reached(self, phase: Phase) -> bool:
         return any(mark.phase is phase for mark in self.phases)
 
@@ -135,7 +142,7 @@ class TimelineReader:
         chosen = signatures or catalog()
         self._own = chosen.of(Source.SGLANG)
         self._kernel = chosen.of(Source.KERNEL)
-        self._marks = chosen.marks
+        self._marks = Needles((mark.needle, mark) for mark in chosen.marks)
         self._unit = unit
         self._invocation = invocation
         self._lines = self._own_lines = 0
@@ -159,6 +166,12 @@ class TimelineReader:
     def phase(self) -> Phase:
         """How far the launch has come by now."""
         return self._progress.phase
+
+    @property
+    def tells_of_sglang(self) -> bool:
+        """Whether anything so far is of a server, and not of some other service."""
+        own = (kept[0].signature.source is Source.SGLANG for kept in self._hits.values())
+        return bool(self._progress.marks or self._server_args) or any(own)
 
     @property
     def decoded_at(self) -> float:
@@ -243,6 +256,8 @@ class TimelineReader:
     def _own_entry(self, entry: JournalEntry, message: str) -> None:
         if entry.pid and len(self._pids) < _MOST_PROCESSES:
             self._pids.add(entry.pid)
+        if message.startswith("{") and (structured := read_structured(message)):
+            message = structured.text
         for text in message.split("\n") if "\n" in message else (message,):
             self._lines += 1
             self._own_lines += 1
@@ -293,11 +308,11 @@ class TimelineReader:
     def _process(self, pid: int | None) -> ProcessLog:
         if pid not in self._processes and len(self._processes) >= _MOST_PROCESSES:
             self._processes.pop(next(iter(self._processes)))
-        return self._processes.setdefault(pid, ProcessLog())
+        return self._processes.setdefault(pid, ProcessLog(pid))
 
     def _narrow(self, text: str) -> None:
-        for mark in self._marks:
-            if mark.needle in text and mark.pattern.search(text):
+        for mark in self._marks.held(text):
+            if mark.pattern.search(text):
                 self._releases = self._releases.narrowed(mark.releases)
 
     def _match(self, matches: Matches, line: Line, time: float, process: ProcessLog | None = None) -> bool:
@@ -319,6 +334,7 @@ class TimelineReader:
             phase=self._progress.phase if self._progress.phase in _LATE else state.phase,
             worker=state.worker,
             rank=rank,
+            pid=process.pid if process else None,
             frames=tuple(process.frames) if process else (),
             groups={name: value for name, value in found.groupdict().items() if value is not None},
         )

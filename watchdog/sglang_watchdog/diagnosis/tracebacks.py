@@ -45,6 +45,7 @@ class Raised:
 class ProcessLog:
     """The state of one process's output."""
 
+    pid: int | None = None
     rank: str = ""
     benign: bool = False  # the open traceback is part of a good start
     frames: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))

@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Callable
 
 from sglang_watchdog.domain.errors import DeadlineExceeded, WatchdogError
-from sglang_watchdog.domain.journal import JournalEntry, MessageId
+from sglang_watchdog.domain.journal import FIELDS, JournalEntry, MessageId
 from sglang_watchdog.host.child import give_up
 
 # A line of the journal is at most 48 KiB of message (LineMax=), six times that where it is not UTF-8; but an operator
 # can raise LineMax=, and what logs by itself (sd_journal_send) has no such bound.
 _LINE_LIMIT = 16 * 1024 * 1024
+READING = ("--output=json", f"--output-fields={','.join(FIELDS)}", "--all", "--no-pager", "--quiet")
 Feed = Callable[[JournalEntry], None]
 Parse = Callable[[bytes], JournalEntry | None]
 
@@ -68,7 +69,9 @@ class Journal:
     async def _started(self, arguments: list[str]) -> asyncio.subprocess.Process:
         try:
             return await asyncio.create_subprocess_exec(
-                *(self._command, "--output=json", "--all", "--no-pager", "--quiet", *arguments),
+                self._command,
+                *READING,
+                *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
