@@ -52,7 +52,8 @@ class Stage:
         return self.inference.host
 
     def serve(self, *faults: str) -> None:
-        """Starts the unit, waits until it serves, then asks the simulation for the faults."""
+        """Starts the unit, waits until it serves, then asks the simulation for the faults: not before, since the
+        watchdog's own probe is a request as well and may come before ours."""
         self.inference.start()
         self.ask_for(*faults)
 
@@ -157,9 +158,9 @@ def no_memory_for_the_buffers_of_graphs(stage: Stage) -> None:
     stage.start()
 
 
-@provokes(Class.RUNTIME_CUDA_OOM, simulation={"faults": "runtime_oom"})
+@provokes(Class.RUNTIME_CUDA_OOM)
 def no_memory_in_a_prefill(stage: Stage) -> None:
-    stage.serve()
+    stage.serve("runtime_oom")
     stage.request()
     stage.wait_over()
 
@@ -278,24 +279,25 @@ def a_limit_of_the_run_time(stage: Stage) -> None:
 # --- The card and the software
 
 
-@provokes(Class.GPU_HARDWARE_FAULT, simulation={"faults": "cuda_fault"})
+@provokes(Class.GPU_HARDWARE_FAULT)
 def a_card_that_breaks(stage: Stage) -> None:
     stage.serve()
     stage.kernel.say(recorded_kernel_line(Class.GPU_HARDWARE_FAULT, "Xid"))
+    stage.ask_for("cuda_fault")
     stage.request()
     stage.wait_over()
 
 
-@provokes(Class.CUDA_ERROR, simulation={"faults": "cuda_fault"})
+@provokes(Class.CUDA_ERROR)
 def an_illegal_access(stage: Stage) -> None:
-    stage.serve()
+    stage.serve("cuda_fault")
     stage.request()
     stage.wait_over()
 
 
-@provokes(Class.NCCL_ERROR, simulation={"faults": "nccl_fault"})
+@provokes(Class.NCCL_ERROR)
 def a_collective_that_fails(stage: Stage) -> None:
-    stage.serve()
+    stage.serve("nccl_fault")
     stage.request()
     stage.wait_over()
 
@@ -312,9 +314,9 @@ def a_segmentation_fault_at_the_start(stage: Stage) -> None:
     stage.start()
 
 
-@provokes(Class.SOFTWARE_EXCEPTION, simulation={"faults": "crash_after"})
+@provokes(Class.SOFTWARE_EXCEPTION)
 def an_exception(stage: Stage) -> None:
-    stage.serve()
+    stage.serve("crash_after")
     stage.request()
     stage.wait_over()
 

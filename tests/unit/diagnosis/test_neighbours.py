@@ -20,6 +20,20 @@ def test_a_start_that_never_was_has_no_kernel_line_before_it_either() -> None:
     assert log.systemd(f"{UNIT}: Failed with result 'resources'.").diagnosis().failure is Class.MISSING_DEPENDENCY
 
 
+def test_a_process_that_systemd_could_not_set_up_was_not_killed_by_the_kernel() -> None:
+    log = LaunchLog().systemd(f"Started {UNIT} - SGLang.").kernel(KILL)
+    log = log.systemd(f"{UNIT}: Main process exited, code=exited, status=203/EXEC")
+    assert log.systemd(f"{UNIT}: Failed with result 'exit-code'.").diagnosis().failure is Class.MISSING_DEPENDENCY
+
+
+def test_a_hang_before_a_stop_that_timed_out_is_told_with_the_stop() -> None:
+    log = LaunchLog().ready().sglang(PREFILL).sglang(SILENT, after=20.0).stopping().sigterm()
+    log = log.systemd(f"{UNIT}: State 'stop-sigterm' timed out. Killing.")
+    answer = log.ended(result="timeout").diagnosis()
+    assert answer.failure is Class.STOP_TIMEOUT_SIGKILL
+    assert "stopped answering its health checks" in answer.summary
+
+
 def test_what_the_kernel_says_once_the_launch_is_over_is_about_a_later_one() -> None:
     log = LaunchLog().ready().ended().kernel(KILL, after=30.0)
     assert log.diagnosis().failure is Class.EXTERNAL_KILL

@@ -61,6 +61,7 @@ _BY_CHILD = {
     "-8": (Class.SEGFAULT, 0.85),
     "-11": (Class.SEGFAULT, 0.85),
 }
+_OF_SYSTEMD = frozenset(f"exited/{status}" for status in range(200, 244))
 _KILLS = frozenset({Class.HOST_OOM_KILL, Class.CGROUP_OOM_KILL})
 _MEMORY = frozenset(
     {Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.WEIGHTS_OOM, Class.RUNTIME_CUDA_OOM, Class.GPU_MEMORY_HELD}
@@ -219,6 +220,8 @@ def _allocated_before(hit: Hit, timeline: Timeline) -> bool:
 def _killed_ours(hit: Hit, case: Case) -> bool:
     """Whether the process that the kernel killed was the launch's: by pid, by SGLang's title, or, where the launch's
     pids are not known, by a death from SIGKILL at that time."""
+    if _never_ran(case):
+        return False
     pid, comm = int(hit.groups.get("pid", "0")), hit.groups.get("comm", "")
     group = _memory_group(pid, case.timeline)
     if group and case.timeline.unit and ".service" in group:
@@ -231,6 +234,12 @@ def _killed_ours(hit: Hit, case: Case) -> bool:
     if not case.timeline.pids and not recorded:
         return _killed_by_nine(case)
     return _ended_a_container(hit, case.timeline)
+
+
+def _never_ran(case: Case) -> bool:
+    """systemd could not even set the process up: exit statuses 200 to 243 are its own (systemd.exec(5))."""
+    main = case.timeline.word(Word.MAIN_EXIT)
+    return main is not None and main.detail in _OF_SYSTEMD
 
 
 def _ended_a_container(hit: Hit, timeline: Timeline) -> bool:

@@ -88,7 +88,8 @@ def judge_stop(ending: Ending, cause: Cause | None) -> Verdict | None:
     late = ending.timeline.word(Word.START_TIMED_OUT)
     if late and asked is not None and late.order < asked and (cause is None or cause.order > late.order):
         return start_timeout(ending, late)  # SGLang logs the SIGTERM that systemd then sends like any other
-    if asked is not None and (cause is None or cause.order > asked):
+    # A server that hung before its stop is told among the stops: whether that stop timed out decides.
+    if asked is not None and (cause is None or cause.order > asked or cause.failure is Class.UNRESPONSIVE):
         return _asked(ending)
     return None
 
@@ -149,6 +150,9 @@ def _stop_timeout(ending: Ending, timed_out: Said, confidence: float) -> Verdict
     after = f" after TimeoutStopSec={limit:g} s" if limit else ""
     busy = in_flight(ending.timeline)
     with_requests = f" with {busy} requests still in flight" if busy else ""
+    silent = _silent_before(ending)
+    before = (of_hit(silent),) if silent else ()
+    hung = " It had stopped answering its health checks before." if silent else ""
     killing = ending.timeline.word(Word.KILLING)
     seen = [said for said in (ending.stopping, timed_out, killing) if said]
     asked = ending.asked_order is not None
@@ -157,8 +161,14 @@ def _stop_timeout(ending: Ending, timed_out: Said, confidence: float) -> Verdict
         Class.STOP_TIMEOUT_SIGKILL,
         confidence,
         f"{begin}, the server was still shutting down{with_requests}, and systemd ended it with SIGKILL{after}. "
-        "That says nothing against its configuration.",
-        evidence=(*_sigterm(ending), *map(of_said, seen), *_drain_line(ending), *ending.proofs()),
+        f"That says nothing against its configuration.{hung}",
+        evidence=(
+            *before,
+            *_sigterm(ending),
+            *map(of_said, seen),
+            *_drain_line(ending),
+            *ending.proofs(),
+        ),
         advice=drain_advice(ending.timeline, ending.unit, ending.releases),
         ruled_out=(
             RuledOut(Class.HOST_OOM_KILL, "systemd itself sent the SIGKILL, after its stop timeout"),
