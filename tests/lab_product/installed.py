@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -343,19 +344,21 @@ def _watchdog(inference: InferenceHost, settings: Mapping[str, object]) -> Itera
     host.write(f"/etc/systemd/system/{HAND_BACK}.d/lab.conf", f"[Service]\n{seen}\n")
     host.write(SETTINGS, settings_text(inference.unit, inference.metrics_port, settings))
     host.systemctl("daemon-reload")
+    began = time.time()
     started = host.systemctl("start", SERVICE, check=False)
     assert started.returncode == 0, f"{SERVICE} does not start:\n{inference.log()}"
     try:
         yield
-        assert not (strangers := _signalled_strangers(host)), f"processes that were not the unit's: {strangers}"
+        assert not (strangers := _signalled_strangers(host, began)), f"processes that were not the unit's: {strangers}"
     finally:
         host.systemctl("stop", SERVICE, check=False)
         host.run("rm", "-rf", STATE, Path(SETTINGS).parent)
 
 
-def _signalled_strangers(host: LabHost) -> set[int]:
-    """Pids that the watchdog has signalled by itself and that were never seen in the unit's cgroup."""
-    log = host.run("journalctl", "--unit", SERVICE, "--output=cat", "--grep=left-over signalled", check=False).stdout
+def _signalled_strangers(host: LabHost, since: float) -> set[int]:
+    """Pids that the watchdog has signalled by itself since then and that were never seen in the unit's cgroup."""
+    wanted = ("--unit", SERVICE, f"--since=@{since:.3f}", "--grep=left-over signalled")
+    log = host.run("journalctl", "--output=cat", *wanted, check=False).stdout
     signalled = {int(pid) for pid in re.findall(r"\bpid=(\d+)", log)}
     if not signalled:
         return set()

@@ -156,10 +156,10 @@ class UnitWatcher:
             await self._ended(launch, snapshot)
             return
         await self.inquest.pull(launch)
-        self._tell_ceiling(launch)
         if self._before_the_weights(launch):
             await self._see_cards(launch, snapshot)
         await self.inquest.identify(launch)
+        self._tell_ceiling(launch)
         await self._prove(launch, snapshot)
 
     async def _follow_operator(self, snapshot: UnitSnapshot) -> None:
@@ -199,8 +199,8 @@ class UnitWatcher:
 
     def _tell_ceiling(self, launch: LaunchWatch) -> None:
         """Somebody started what is proven not to fit. It stays blocked for us, and theirs to try: the proof may be old.
-        A base holds the cards, so without them nothing can be said."""
-        if launch.ceiling_told or not launch.raw_argv or not self.cards.uuids:
+        A base holds the cards and the model, so without them nothing can be said."""
+        if launch.ceiling_told or launch.files is None or not self.cards.uuids:
             return
         launch.ceiling_told = True
         if ceiling := self.inquest.ceiling_of(launch):
@@ -301,6 +301,7 @@ class UnitWatcher:
         self._set_degraded(False)
         self._parts.metrics.runs(self.unit, None)
         await self.inquest.identify(launch)
+        self._tell_ceiling(launch)  # what dies at once is seen by its end alone
         await self.inquest.read_to_the_end(launch)
         await self.incidents.ended(launch, snapshot)
 

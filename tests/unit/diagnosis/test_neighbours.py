@@ -64,3 +64,9 @@ def test_a_health_check_that_failed_once_long_before_is_not_the_cause() -> None:
     idle = LaunchLog().ready().sglang(SILENT).sglang("No life sign", after=3600.0).ended()
     assert served_on.diagnosis().failure is Class.EXTERNAL_KILL
     assert idle.diagnosis().failure is Class.EXTERNAL_KILL
+
+
+def test_sglangs_own_watchdog_tells_more_of_a_hang_than_the_health_check_before_it() -> None:
+    fired = "Scheduler watchdog timeout (self.watchdog_timeout=20, self.soft=False)"
+    log = LaunchLog().ready().sglang(PREFILL).sglang(SILENT, after=20.0).sglang(fired, after=2.0).ended()
+    assert log.diagnosis().failure is Class.INTERNAL_WATCHDOG_HANG

@@ -104,6 +104,8 @@ def _explains(cause: Cause, first: Cause) -> bool:
         return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
     if cause.failure is Class.GPU_HARDWARE_FAULT:
         return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
+    if cause.failure is Class.INTERNAL_WATCHDOG_HANG:
+        return first.failure is Class.UNRESPONSIVE  # the same hang, which health checks may see before
     if cause.failure in _MEMORY and first.confidence <= GUESS < cause.confidence:
         return apart <= _OTHER_RANK
     if cause.failure in (Class.CUDA_ERROR, Class.SEGFAULT):
