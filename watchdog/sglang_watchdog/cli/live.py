@@ -1,6 +1,8 @@
 """`sglang-watchdog diagnose UNIT` on a live host: the same diagnosis, from systemd, the journal and the ledger as they
 are now. Asks nobody but `systemctl` and `journalctl`, so it works while the daemon is down."""
 
+import contextlib
+import os
 import subprocess
 import tempfile
 from collections import deque
@@ -24,6 +26,7 @@ from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.settings import Settings, load
 
 _SHOW_S = 20
+_SYNC_S = 5  # a journald that takes longer is told nothing new by waiting
 _WORDS = 4096  # bytes of what journalctl complains
 _OOMD = f"MESSAGE_ID={MessageId.OOMD_KILL}"
 # A day of entries is read where nothing names the launch; a named one is found at any age.
@@ -56,6 +59,7 @@ def live_case(unit: str, invocation: str, state_dir: Path) -> Case:
     snapshot = _show(unit)
     if not snapshot.loaded and not invocation:
         raise UnusableInput(f"{unit} is not loaded ({snapshot.load_state or 'systemd does not know it'})")
+    _settle()
     name = snapshot.name or unit
     chosen = invocation or (snapshot.invocation if snapshot.ended else "")
     matches = matches_of(chosen) if chosen else [*_NAMELESS, f"_SYSTEMD_UNIT={name}", "+", f"UNIT={name}"]
@@ -89,6 +93,15 @@ def _show(unit: str) -> UnitSnapshot:
     if snapshot is None:
         raise UnusableInput(f"systemd tells nothing of {unit}")
     return snapshot
+
+
+def _settle() -> None:
+    """Has journald write down what it was sent so far: the last words of a launch that has just ended may still lie in
+    its socket. Takes root; without it, and where it fails, the journal is read as it is."""
+    if os.geteuid():
+        return
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(["journalctl", "--sync"], capture_output=True, timeout=_SYNC_S, check=False)
 
 
 def _journalctl(matches: list[str]) -> Iterator[bytes]:
