@@ -20,6 +20,12 @@ def test_a_start_that_never_was_has_no_kernel_line_before_it_either() -> None:
     assert log.systemd(f"{UNIT}: Failed with result 'resources'.").diagnosis().failure is Class.MISSING_DEPENDENCY
 
 
+def test_a_start_whose_process_speaks_before_systemd_does_has_no_kernel_line_before_it() -> None:
+    log = LaunchLog().kernel(XID).sglang("an early word", after=7.0).systemd(f"Started {UNIT} - SGLang.")
+    log = log.systemd(f"{UNIT}: Main process exited, code=exited, status=203/EXEC")
+    assert log.systemd(f"{UNIT}: Failed with result 'exit-code'.").diagnosis().failure is Class.MISSING_DEPENDENCY
+
+
 def test_a_process_that_systemd_could_not_set_up_was_not_killed_by_the_kernel() -> None:
     log = LaunchLog().systemd(f"Started {UNIT} - SGLang.").kernel(KILL)
     log = log.systemd(f"{UNIT}: Main process exited, code=exited, status=203/EXEC")

@@ -160,6 +160,7 @@ class TimelineReader:
         self._alive_by_rank: dict[str, float] = {}
         self._pids: set[int] = set()
         self._lost = 0
+        self._own_began = 0.0
         self._suppressed = self._kernel_seen = False
 
     @property
@@ -233,9 +234,10 @@ class TimelineReader:
         if self._ended and said.word in (Word.STARTING, Word.STARTED):
             self._over = True
             return
-        if said.word in _FIRST_WORDS and not self._own_lines and not self._complete:
-            self._complete = said.word is not Word.RESOURCES
-            self._forget_before(entry.time)
+        if said.word in _FIRST_WORDS and not self._complete:
+            # A process that cannot be executed may say so before systemd says that it was started.
+            self._complete = said.word is not Word.RESOURCES and not self._own_lines
+            self._forget_before(min(entry.time, self._own_began) if self._own_lines else entry.time)
         if said.word in (Word.MAIN_EXIT, Word.FAILED, Word.SUCCEEDED):
             self._ended, self._ended_at = True, entry.time
         if said.word is Word.STOPPING:
@@ -254,6 +256,7 @@ class TimelineReader:
         self._progress.stopping(time)
 
     def _own_entry(self, entry: JournalEntry, message: str) -> None:
+        self._own_began = self._own_began or entry.time
         if entry.pid and len(self._pids) < _MOST_PROCESSES:
             self._pids.add(entry.pid)
         if message.startswith("{") and (structured := read_structured(message)):
