@@ -13,7 +13,7 @@ demo: setup ## the story of one bad deploy, live in the terminal: about a minute
 	@PYTHONPATH=tests $(PY) -m demo
 
 test: setup lint ## everything that needs no GPU and no real SGLang
-	@SOAK_STEPS=10000 $(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real --ignore=tests/prometheus
+	@$(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real --ignore=tests/prometheus
 
 lint: setup ## ruff and mypy
 	@.venv/bin/ruff check .
