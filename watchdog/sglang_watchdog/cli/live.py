@@ -59,7 +59,6 @@ def live_case(unit: str, invocation: str, state_dir: Path) -> Case:
     snapshot = _show(unit)
     if not snapshot.loaded and not invocation:
         raise UnusableInput(f"{unit} is not loaded ({snapshot.load_state or 'systemd does not know it'})")
-    _settle()
     name = snapshot.name or unit
     chosen = invocation or (snapshot.invocation if snapshot.ended else "")
     matches = matches_of(chosen) if chosen else [*_NAMELESS, f"_SYSTEMD_UNIT={name}", "+", f"UNIT={name}"]
@@ -107,6 +106,7 @@ def _settle() -> None:
 def _journalctl(matches: list[str]) -> Iterator[bytes]:
     """Lines of the journal. What was read before journalctl failed is used: a file that rotation or a vacuum takes
     away while it is read ends the reading early, and no more."""
+    _settle()
     command = ["journalctl", *READING, *matches]
     given = False
     try:
