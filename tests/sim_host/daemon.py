@@ -74,7 +74,7 @@ class SimDaemon:
         while loop.elapsed < end:
             loop.run_until_complete(self._until_it_ends(end - loop.elapsed))
             if self._world.dead:
-                self._bury()
+                self.bury()
                 loop.run_for(_RESTART_S)
                 self.start()
             elif self.task.done():
@@ -94,7 +94,7 @@ class SimDaemon:
     def kill(self) -> None:
         self._world.dead = True
 
-    def _bury(self) -> None:
+    def bury(self) -> None:
         """Whatever its tasks still do on their way out happens to nobody: the process is gone."""
         self._oracle.by_hand = False
         for task in (self.task, *self.commands):

@@ -24,7 +24,7 @@ from sim_host.adapters import SimFiles, install
 from sim_host.daemon import SimDaemon
 from sim_host.oracle import Oracle
 from sim_host.virtual_time import VirtualLoop
-from sim_host.world import GIB, UNIT, World
+from sim_host.world import DRAIN_S, GIB, UNIT, World
 
 STEPS_OF_ONE = 50
 STEPS = int(os.environ.get("SOAK_STEPS", "1000"))
@@ -250,7 +250,7 @@ class Rules(RuleBasedStateMachine):
             self.no_rule_was_broken()
         finally:
             self.world.dead = True
-            self.daemon._bury()
+            self.daemon.bury()
             self.patch.undo()
             self.loop.close()
             self.db.close()
@@ -338,3 +338,20 @@ def test_what_was_held_is_started_before_a_pause(host: Rules) -> None:
     host.the_operator_pauses(3600.0)
     assert host.world.running is not None
     assert host.oracle.broken == []
+
+
+def test_a_launch_that_nobody_saw_alive_says_nothing_of_what_was_proven(host: Rules) -> None:
+    """Its command is gone, and with it what it would have to be compared with."""
+    host.daemon.kill()
+    host.daemon.bury()
+    host.world.on_disk = 10
+    host.world.reload()
+    host.world.restart(by="operator")
+    host.world.loop.run_for(DRAIN_S + 3)
+    assert host.world.unit.in_auto_restart
+    host.daemon.start()
+    host.daemon.run_for(2)
+    assert not host.oracle.held_by_us
+    host.daemon.run_for(60)
+    assert host.world.running is not None
+    assert (host.world.running.steps, host.world.running.serves) == (4, True)

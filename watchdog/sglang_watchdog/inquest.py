@@ -151,7 +151,7 @@ class Inquest:
         base, now = self.base(launch), self._parts.clock.now()
         ledger = self._parts.ledger
         known_good = tuple(ledger.known_good(self._unit, base))
-        unread = "The cards" if not self._cards.uuids else launch.base_unknown and "The model's files"
+        unread = launch.base_unknown if self._cards.uuids else "The cards"
         if unread and not known_good and ledger.any_known_good(self._unit):
             return Plan(
                 f"{unread} cannot be read, so what was proven cannot be compared; systemd's own policy goes on."

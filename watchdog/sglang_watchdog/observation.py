@@ -77,8 +77,11 @@ class LaunchWatch:
 
     @property
     def base_unknown(self) -> str:
-        """Why it cannot be told what a proof by this launch would hold for; empty where it can."""
-        return self.files.unknown if self.files else ""
+        """What cannot be read, so that it cannot be told what a proof by this launch would hold for; or empty. The
+        command is gone where the launch had ended before it was looked at."""
+        if not self.raw_argv:
+            return "The command"
+        return "The model's files" if self.files is None or self.files.unknown else ""
 
     @property
     def several_nodes(self) -> bool:
