@@ -113,7 +113,7 @@ def test_a_watchdog_that_is_stopped_while_it_holds_the_unit_hands_it_back(infere
         closed = host.wait_alert(OUTCOME="yielded")
         assert "anded back" in closed.message
         wait_until(lambda: starts(host) > before, 10, "the unit is started")
-        assert host.host.show(SERVICE, "Result") == {"Result": "success"}
+        assert host.host.show(SERVICE, "Result") == {"Result": "success"}, host.log(60)
         assert host.history()["incidents"][0]["outcome"] == "yielded"
 
 

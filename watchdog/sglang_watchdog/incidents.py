@@ -5,13 +5,14 @@ end) closes it or leaves it to the next start of the daemon, which finishes it o
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
 from sglang_watchdog.cards import Cards
-from sglang_watchdog.domain.errors import BusLost, LedgerError
+from sglang_watchdog.domain.errors import BusLost, LedgerError, WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
 from sglang_watchdog.domain.gpu import GpuReading
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
@@ -222,7 +223,9 @@ class Incidents:
         try:
             await self._executor.execute(task)
         except asyncio.CancelledError:
-            self._overriding.undo_unloaded()
+            # A host in trouble must not turn the end that was asked for into one more failed turn.
+            with contextlib.suppress(WatchdogError):
+                self._overriding.undo_unloaded()
             raise
         except BusLost:
             raise  # the incident stays open, and is taken up over the next connection
