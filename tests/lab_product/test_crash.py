@@ -23,6 +23,7 @@ from lab_product.test_operator import (
     steps_of,
     wait_step,
 )
+from lab_product.test_reports import TOLD, told, with_hook
 from sglang_watchdog.domain.incident import Step
 from waiting import wait_until
 
@@ -120,6 +121,7 @@ def test_a_watchdog_that_is_stopped_while_it_holds_the_unit_hands_it_back(infere
 @pytest.mark.parametrize("broken", ["settings", "service"])
 def test_a_watchdog_that_cannot_come_back_has_the_unit_handed_back(inference: Inference, broken: str) -> None:
     with inference(settings=ACTING, simulation=AT_ONCE) as host:
+        with_hook(host, f"cat >>{TOLD}; echo >>{TOLD}")
         proven(host)
         deploy_what_fails(host)
         before = starts(host)
@@ -131,6 +133,12 @@ def test_a_watchdog_that_cannot_come_back_has_the_unit_handed_back(inference: In
         with hand_back_told(host):
             wait_until(lambda: starts(host) > before, 10, "the unit is started")
             assert "anded back" in host.wait_alert(OUTCOME="yielded").message
+        if broken == "service":  # who the hooks are stands in the settings
+
+            def outcomes() -> set[object]:
+                return {message["outcome"] for message in told(host, "closed")}
+
+            wait_until(lambda: "yielded" in outcomes(), BACK_S, "hand-back tells the hook")
 
 
 @contextmanager

@@ -21,6 +21,9 @@ from sglang_watchdog.cli.client import NotRunning, ask
 from sglang_watchdog.cli.operate import seconds_of
 from sglang_watchdog.control import ControlServer
 from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
+from sglang_watchdog.domain.failure import FailureClass
+from sglang_watchdog.domain.incident import Incident, Outcome
+from sglang_watchdog.hand_back import Tell
 from sglang_watchdog.settings import Settings
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, whose the control socket is")
@@ -227,7 +230,7 @@ def test_settings_that_cannot_be_used_do_not_keep_a_unit_down(
         path.write_text(content)
     used: list[Settings] = []
 
-    def hand_back_units(settings: Settings) -> list[str]:
+    def hand_back_units(settings: Settings, _: Tell) -> list[str]:
         used.append(settings)
         return ["sglang.service: Handed back."]
 
@@ -238,6 +241,29 @@ def test_settings_that_cannot_be_used_do_not_keep_a_unit_down(
     assert printed.out == "sglang.service: Handed back.\n"
     assert printed.err.count("\n") == 1
     assert f"{path}" in printed.err
+
+
+@needs_root
+def test_hooks_are_told_of_what_was_handed_back_even_where_another_unit_could_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\nexec cat >{told}\n")
+    hook.chmod(0o755)
+    path = tmp_path / "config.toml"
+    path.write_text(f'[hooks]\ncommand = ["{hook}"]\n')
+    closed = Incident("c8b047994eb7", "a.service", "a" * 32, 1.0, FailureClass.UNKNOWN, "", Outcome.YIELDED, 2.0)
+
+    def hand_back_units(_: Settings, tell: Tell) -> list[str]:
+        tell(closed)
+        raise WatchdogError("b.service: no answer")
+
+    monkeypatch.setattr(sglang_watchdog.hand_back, "hand_back_units", hand_back_units)
+    with pytest.raises(WatchdogError, match="no answer"):
+        run_module.hand_back(path)
+    message = json.loads(told.read_text())
+    assert [message[name] for name in ("event", "incident", "outcome")] == ["closed", closed.id, "yielded"]
 
 
 # What a command costs

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -16,7 +17,6 @@ from sglang_watchdog.control import ControlServer, Json
 from sglang_watchdog.diagnosis.entries import entry_or_none
 from sglang_watchdog.domain.errors import BusError, BusLost, LedgerError, UnusableInput, WatchdogError
 from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading
-from sglang_watchdog.domain.incident import Outcome
 from sglang_watchdog.domain.ownership import Owner, Ownership
 from sglang_watchdog.hand_back import hand_back
 from sglang_watchdog.host.bus import HintKind, SignalFeed, Systemd
@@ -192,15 +192,14 @@ class Daemon:
         if not incidents:
             return
         systemd = Systemd()
+        tell = functools.partial(self._hooks.tell, Event.CLOSED)
         try:
             systemd.open()
             for incident in incidents:
                 watcher = self._watchers.get(incident.unit)
                 theirs = watcher is not None and bool(watcher.incidents.jobs.foreign)
-                log.info("handing back", sentence=hand_back(incident, ledger, systemd, theirs=theirs))
-                for now in ledger.incidents(incident.unit, 1):
-                    if now.id == incident.id and now.outcome is not Outcome.OPEN:
-                        self._hooks.tell(Event.CLOSED, now)
+                sentence = hand_back(incident, ledger, systemd, theirs=theirs, tell=tell)
+                log.info("handing back", sentence=sentence)
         except WatchdogError as error:
             # OnFailure= runs hand-back, which tries again.
             raise SystemExit(f"could not hand back: {error}") from error

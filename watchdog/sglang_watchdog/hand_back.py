@@ -6,6 +6,7 @@ automatic restart of the daemon, 252 only once there is none any more: a daemon 
 so then nothing is handed back.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
@@ -18,6 +19,11 @@ from sglang_watchdog.reporting import alerts
 from sglang_watchdog.settings import Settings
 
 SERVICE = "sglang-watchdog.service"
+Tell = Callable[[Incident], None]
+
+
+def _nobody(_: Incident) -> None:
+    """The journal is told of every incident; beside it nobody has to be."""
 
 
 def owes_a_start(intents: list[Intent]) -> bool:
@@ -27,9 +33,9 @@ def owes_a_start(intents: list[Intent]) -> bool:
     return held and not started
 
 
-def hand_back_units(settings: Settings) -> list[str]:
-    """Returns one sentence for each open incident. Raises `WatchdogError` where ledger or bus cannot be reached, or
-    where a unit that is owed a start could not be given it."""
+def hand_back_units(settings: Settings, tell: Tell = _nobody) -> list[str]:
+    """Returns one sentence for each open incident, and tells of each that it closed. Raises `WatchdogError` where
+    ledger or bus cannot be reached, or where a unit that is owed a start could not be given it."""
     path = settings.state_dir / LEDGER_NAME
     systemd = Systemd()
     systemd.open()
@@ -37,16 +43,16 @@ def hand_back_units(settings: Settings) -> list[str]:
         if _comes_back(systemd):
             return ["The daemon runs or comes back by itself, and finishes what it began."]
         with only_one(settings.state_dir):
-            said = _hand_back_all(path, systemd)
+            said = _hand_back_all(path, systemd, tell)
     finally:
         systemd.close()
     return said or ["Nothing is held."]
 
 
-def _hand_back_all(path: Path, systemd: Systemd) -> list[str]:
+def _hand_back_all(path: Path, systemd: Systemd, tell: Tell) -> list[str]:
     ledger = Ledger.open(path)
     try:
-        return [hand_back(incident, ledger, systemd) for incident in ledger.open_incidents()]
+        return [hand_back(incident, ledger, systemd, tell=tell) for incident in ledger.open_incidents()]
     finally:
         ledger.close()
 
@@ -56,7 +62,9 @@ def _comes_back(systemd: Systemd) -> bool:
     return not daemon.ended or daemon.in_auto_restart or daemon.sub_state == "failed-before-auto-restart"
 
 
-def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd, *, theirs: bool = False) -> str:
+def hand_back(
+    incident: Incident, ledger: Ledger, systemd: Systemd, *, theirs: bool = False, tell: Tell = _nobody
+) -> str:
     """Gives one unit its start, if it is owed one, and closes the incident where we stopped in the middle of it.
     `theirs`: the operator has queued a job meanwhile, a stop perhaps, so that nothing is owed any more."""
     intents = ledger.intents(incident.id)
@@ -68,6 +76,7 @@ def hand_back(incident: Incident, ledger: Ledger, systemd: Systemd, *, theirs: b
     reason = "started, because the watchdog ended in the middle" if started else runs
     closed = ledger.close_incident(incident, Outcome.YIELDED, f"Handed back: {reason}.")
     alerts.send(alerts.closed(closed))
+    tell(closed)
     return f"{incident.unit}: {closed.reason}"
 
 

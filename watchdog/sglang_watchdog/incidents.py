@@ -6,6 +6,7 @@ end) closes it or leaves it to the next start of the daemon, which finishes it o
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -124,7 +125,8 @@ class Incidents:
     async def _take_up(self, incident: Incident, snapshot: UnitSnapshot) -> None:
         launch = self._parts.ledger.launch(incident.invocation)
         if launch is None or not (self._settings.act and self._parts.may_act) or self._pausing.active:
-            log.info("handed back", sentence=hand_back(incident, self._parts.ledger, self._parts.systemd))
+            tell = functools.partial(self._parts.hooks.tell, Event.CLOSED)
+            log.info("handed back", sentence=hand_back(incident, self._parts.ledger, self._parts.systemd, tell=tell))
             return
         log.info("resuming", unit=self._unit, incident=incident.id)
         failed = Failed(launch.argv, snapshot.restarts, launch.gpu_before)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
+from sglang_watchdog.domain.incident import Incident
 from sglang_watchdog.settings import DEFAULT_PATH, Settings, load
 
 
@@ -29,8 +30,23 @@ def hand_back(config: Annotated[Path, typer.Option(help="The settings file.")] =
 
     if os.geteuid() != 0:
         raise WatchdogError("hand-back starts units, which is root's alone: run this as root")
-    for line in hand_back_units(_settings(config)):
-        print(line)
+    settings = _settings(config)
+    closed: list[Incident] = []
+    try:
+        for line in hand_back_units(settings, closed.append):
+            print(line)
+    finally:
+        _tell_hooks(settings, closed)
+
+
+def _tell_hooks(settings: Settings, closed: list[Incident]) -> None:
+    """After every start that was owed: a receiver may take its time."""
+    if not closed or not settings.hooks.model_fields_set:
+        return
+    from sglang_watchdog.reporting import hooks, logs  # an HTTP client, which is slow to load
+
+    logs.configure(settings.log_level, to_journal="JOURNAL_STREAM" in os.environ)
+    asyncio.run(hooks.tell_closed(settings.hooks, closed))
 
 
 def _settings(config: Path) -> Settings:

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +32,8 @@ _LONGEST_BYTES = 64 * 1024
 _LONGEST_PAUSE_S = 60.0
 # What the daemon's own end gives to what is still under way.
 _LAST_S = 5.0
+# What `hand-back` gives: its service has 60 s in all, and what is handed back is started by then.
+_ALONE_S = 45.0
 _REAP_S = 2.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 log = structlog.get_logger()
@@ -113,10 +115,10 @@ class Hooks:
                 log.warning("hook dropped", hook=kind.value, incident=incident.id, why=f"{_WAITING} are waiting")
                 self._metrics.hook_deliveries.labels(kind, Delivery.DROPPED).inc()
 
-    async def close(self) -> None:
+    async def close(self, last_s: float = _LAST_S) -> None:
         """Gives what is under way a moment, then gives it up."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_S):
+            async with asyncio.timeout(last_s):
                 await asyncio.gather(*(queue.join() for queue in self._queues.values()))
         for task in self._tasks:
             task.cancel()
@@ -147,6 +149,15 @@ class Hooks:
                 return Delivery.DELIVERED
             log.warning("hook failed", hook=hook.kind.value, incident=incident, attempt=tried + 1, why=why)
         return Delivery.FAILED
+
+
+async def tell_closed(settings: HookSettings, incidents: Sequence[Incident]) -> None:
+    """Where there is no daemon to do it: returns once each incident is delivered or given up."""
+    hooks = Hooks(settings, Metrics((), ""))
+    hooks.start()
+    for incident in incidents:
+        hooks.tell(Event.CLOSED, incident)
+    await hooks.close(_ALONE_S)
 
 
 def _configured(settings: HookSettings) -> list[Hook]:
