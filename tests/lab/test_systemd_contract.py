@@ -225,6 +225,68 @@ class TestAutoRestart:
             wait_until(lambda: helper.said() == ["called"], 10, "OnFailure= is called")
 
 
+class TestPartOf:
+    """A unit that is `PartOf=` another one and active: the memory that a stop was asked for."""
+
+    WITNESS = "contract_witness.slice"
+
+    def witness(self, service: Service) -> None:
+        """A transient slice: without a process, active from this call on."""
+        parts = ("PartOf", "as", "1", service.name)
+        service.call("StartTransientUnit", "ssa(sv)a(sa(sv))", self.WITNESS, "fail", "1", *parts, "0")
+        self.wait(service, "active")
+
+    def wait(self, service: Service, state: str) -> None:
+        shown = {"ActiveState": state}
+        wait_until(lambda: service.host.show(self.WITNESS, "ActiveState") == shown, 10, f"the witness is {state}")
+
+    @pytest.mark.parametrize("down", ["failed", "inactive"])
+    def test_a_stop_of_what_is_down_ends_it_and_leaves_no_other_trace(self, service: Service, down: str) -> None:
+        service.define(DIES)
+        service.start()
+        service.wait_for("failed/failed")
+        with service.reference():
+            if down == "inactive":
+                service.host.systemctl("reset-failed", service.name)
+            self.witness(service)
+            before, said = service.host.show(service.name), service.messages()
+            service.stop()
+            self.wait(service, "inactive")
+            assert service.show("ActiveState", "StateChangeTimestamp", "InactiveEnterTimestamp") == (
+                down,
+                before["StateChangeTimestamp"],
+                before["InactiveEnterTimestamp"],
+            )
+            assert service.messages() == said
+
+    def test_no_end_and_no_automatic_restart_ends_it_and_neither_does_a_start_or_restart_by_hand(
+        self, service: Service
+    ) -> None:
+        service.define(READY + IDLE, *NOTIFY, "Restart=always", "RestartSec=100ms")
+        service.start()
+        self.witness(service)
+        service.host.systemctl("kill", "--signal=KILL", service.name)
+        wait_until(lambda: service.show("NRestarts", "SubState") == ("1", "running"), 10, "restarted")
+        service.host.systemctl("restart", service.name)
+        service.start()
+        service.host.systemctl("daemon-reload")
+        assert service.host.show(self.WITNESS, "ActiveState") == {"ActiveState": "active"}
+        service.stop()
+        self.wait(service, "inactive")
+
+    def test_it_keeps_what_is_down_loaded_with_all_it_knew(self, service: Service) -> None:
+        service.define(DIES, *STAYS_IN_AUTO_RESTART)
+        service.start()
+        service.wait_for("activating/auto-restart")
+        (invocation,) = service.show("InvocationID")
+        with service.reference():
+            service.stop()
+            self.witness(service)
+        assert service.show("Result", "InvocationID") == ("signal", invocation)
+        service.host.systemctl("stop", self.WITNESS)
+        wait_until(lambda: service.show("InvocationID") == ("",), 10, "without the witness it is unloaded")
+
+
 class TestStartLimit:
     LIMIT = ("StartLimitIntervalSec=600", "StartLimitBurst=2")
 

@@ -118,6 +118,19 @@ def test_a_watchdog_that_is_stopped_while_it_holds_the_unit_hands_it_back(infere
         assert host.history()["incidents"][0]["outcome"] == "yielded"
 
 
+def test_a_stop_of_what_is_held_is_obeyed_also_where_no_watchdog_lives_to_hear_of_it(inference: Inference) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE) as host:
+        proven(host)
+        deploy_what_fails(host)
+        before = starts(host)
+        signal_watchdog(host, "KILL")
+        host.stop()
+        wait_back(host)
+        let_go(host.host)
+        assert "the operator acted on it meanwhile" in host.wait_alert(OUTCOME="yielded").message
+        assert (starts(host), host.state()) == (before, "inactive/dead")
+
+
 @pytest.mark.parametrize("broken", ["settings", "service"])
 def test_a_watchdog_that_cannot_come_back_has_the_unit_handed_back(inference: Inference, broken: str) -> None:
     with inference(settings=ACTING, simulation=AT_ONCE) as host:

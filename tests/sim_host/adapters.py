@@ -103,6 +103,15 @@ class SimSystemd:
     def reset_failed(self, _unit: str) -> None:
         self._call(self._world.reset_failed)
 
+    def witness_stands(self, _unit: str) -> bool:
+        return self._call(lambda: self._world.witness)
+
+    def call_witness(self, _unit: str) -> None:
+        self._act(self._oracle.calls_a_witness, lambda: setattr(self._world, "witness", True))
+
+    def dismiss_witness(self, _unit: str) -> None:
+        self._call(lambda: setattr(self._world, "witness", False))
+
     def _act(self, rules: Callable[[], None], do: Callable[[], T]) -> T:
         def both() -> T:
             rules()

@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, cast
 
+from sglang_watchdog import witness
 from sglang_watchdog.by_hand import ByHand
 from sglang_watchdog.domain.errors import BusLost, WatchdogError
 from sglang_watchdog.hand_back import hand_back
@@ -125,6 +126,8 @@ class SimDaemon:
             for incident in self.ledger.open_incidents():
                 theirs = self.watcher is not None and bool(self.watcher.incidents.jobs.foreign)
                 hand_back(incident, self.ledger, cast(Systemd, self.systemd), theirs=theirs)
+            for unit in self.ledger.witnessed():
+                witness.dismiss(cast(Systemd, self.systemd), self.ledger, unit)
         except (WatchdogError, Killed):
             pass  # OnFailure= would try again; here the next daemon does
         self._world.loop.run_for(_RESTART_S)

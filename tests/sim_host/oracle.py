@@ -43,6 +43,10 @@ class Oracle:
         if self._world.unit.in_auto_restart:
             self.held_by_us = True
 
+    def calls_a_witness(self) -> None:
+        self._may_act("a witness")
+        self._rule(not self._world.witness, "a witness where one stands, which systemd refuses")
+
     def kills_group(self) -> None:
         self._may_act("KillUnit")
         self._rule(not self.paused(), "KillUnit during a pause")

@@ -94,6 +94,7 @@ class World:
         self.nvml_hangs = False
         self.bus_up = True
         self.operator_stopped = False
+        self.witness = False
         self.listener: Callable[[Hint], None] = lambda _: None
         self.dead = False
         self.kill_in: int | None = None
@@ -246,6 +247,7 @@ class World:
         if by == "watchdog" and self.unit.job and self.unit.job_type != "stop":
             raise JobRefused("another job is queued")
         self._queued_start = ""  # a stop takes the place of a start that waits
+        self.witness = False
         if self.unit.job and self.unit.job_type == "stop":
             return self.unit.job
         job = self.new_job()

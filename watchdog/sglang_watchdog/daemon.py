@@ -12,6 +12,7 @@ from importlib.metadata import version
 import pystemd.daemon
 import structlog
 
+from sglang_watchdog import witness
 from sglang_watchdog.by_hand import ByHand
 from sglang_watchdog.control import ControlServer, Json
 from sglang_watchdog.diagnosis.entries import entry_or_none
@@ -188,8 +189,8 @@ class Daemon:
 
     def _hand_back_all(self, ledger: Ledger) -> None:
         """On our way out: what is held is started, over a new connection where the old one is gone."""
-        incidents = ledger.open_incidents()
-        if not incidents:
+        incidents, witnessed = ledger.open_incidents(), ledger.witnessed()
+        if not incidents and not witnessed:
             return
         systemd = Systemd()
         tell = functools.partial(self._hooks.tell, Event.CLOSED)
@@ -200,6 +201,8 @@ class Daemon:
                 theirs = watcher is not None and bool(watcher.incidents.jobs.foreign)
                 sentence = hand_back(incident, ledger, systemd, theirs=theirs, tell=tell)
                 log.info("handing back", sentence=sentence)
+            for unit in witnessed:
+                witness.dismiss(systemd, ledger, unit)
         except WatchdogError as error:
             # OnFailure= runs hand-back, which tries again.
             raise SystemExit(f"could not hand back: {error}") from error

@@ -9,6 +9,7 @@ so then nothing is handed back.
 from collections.abc import Callable
 from pathlib import Path
 
+from sglang_watchdog import witness
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
 from sglang_watchdog.host import override
 from sglang_watchdog.host.bus import Systemd
@@ -52,7 +53,10 @@ def hand_back_units(settings: Settings, tell: Tell = _nobody) -> list[str]:
 def _hand_back_all(path: Path, systemd: Systemd, tell: Tell) -> list[str]:
     ledger = Ledger.open(path)
     try:
-        return [hand_back(incident, ledger, systemd, tell=tell) for incident in ledger.open_incidents()]
+        said = [hand_back(incident, ledger, systemd, tell=tell) for incident in ledger.open_incidents()]
+        for unit in ledger.witnessed():
+            witness.dismiss(systemd, ledger, unit)
+        return said
     finally:
         ledger.close()
 
@@ -66,11 +70,12 @@ def hand_back(
     incident: Incident, ledger: Ledger, systemd: Systemd, *, theirs: bool = False, tell: Tell = _nobody
 ) -> str:
     """Gives one unit its start, if it is owed one, and closes the incident where we stopped in the middle of it.
-    `theirs`: the operator has queued a job meanwhile, a stop perhaps, so that nothing is owed any more."""
+    `theirs`: the operator has queued a job meanwhile, so that nothing is owed any more; neither is it after a stop."""
     intents = ledger.intents(incident.id)
     if not owes_a_start(intents):
         return f"{incident.unit}: nothing is owed for incident {incident.id}."
     undo_unloaded(systemd, ledger, incident.unit, ledger.path.parent / override.FOLDER)
+    theirs = theirs or witness.saw_a_stop(systemd, ledger, systemd.snapshot(incident.unit))
     started = not theirs and start_if_down(systemd, incident.unit)
     runs = "the operator acted on it meanwhile" if theirs else "it runs already"
     reason = "started, because the watchdog ended in the middle" if started else runs

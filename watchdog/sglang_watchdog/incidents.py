@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from sglang_watchdog import witness
 from sglang_watchdog.cards import Cards
 from sglang_watchdog.domain.errors import BusLost, LedgerError, WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
@@ -124,7 +125,8 @@ class Incidents:
 
     async def _take_up(self, incident: Incident, snapshot: UnitSnapshot) -> None:
         launch = self._parts.ledger.launch(incident.invocation)
-        if launch is None or not (self._settings.act and self._parts.may_act) or self._pausing.active:
+        may_act = self._settings.act and self._parts.may_act and not self._pausing.active
+        if launch is None or not may_act or witness.saw_a_stop(self._parts.systemd, self._parts.ledger, snapshot):
             tell = functools.partial(self._parts.hooks.tell, Event.CLOSED)
             log.info("handed back", sentence=hand_back(incident, self._parts.ledger, self._parts.systemd, tell=tell))
             return
@@ -248,8 +250,10 @@ class Incidents:
 
     def _handed_back(self, incident: Incident) -> str:
         """A unit that we had stopped is given the start that systemd would have given it, before we keep away."""
-        owed = self._executor.stopped and owes_a_start(self._parts.ledger.intents(incident.id))
-        started = owed and not self.jobs.foreign and start_if_down(self._parts.systemd, self._unit)
+        systemd, ledger = self._parts.systemd, self._parts.ledger
+        owed = self._executor.stopped and owes_a_start(ledger.intents(incident.id))
+        theirs = self.jobs.foreign or witness.saw_a_stop(systemd, ledger, systemd.snapshot(self._unit))
+        started = owed and not theirs and start_if_down(systemd, self._unit)
         return "it was held, and is started before it is left alone" if started else "it is left as it is"
 
     def _give_back(self, incident: Incident, error: LedgerError) -> None:
@@ -257,7 +261,8 @@ class Incidents:
         log.error("the ledger was lost in the middle", unit=self._unit, incident=incident.id, error=str(error))
         self._parts.metrics.sees(Sense.LEDGER, well=False)
         self._overriding.undo_unloaded()
-        start_if_down(self._parts.systemd, self._unit)
+        if not self.jobs.foreign:
+            start_if_down(self._parts.systemd, self._unit)
 
     def _doomed(self, failed: Failed, snapshot: UnitSnapshot) -> bool:
         """systemd's automatic restart (its counter grew, which a start by hand sets to 0) of the very command that has

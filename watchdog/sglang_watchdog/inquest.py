@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
+from sglang_watchdog import witness
 from sglang_watchdog.cards import Cards
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.engine import diagnose
@@ -173,7 +174,8 @@ class Inquest:
                 budget=_budget(self._settings),
                 paused=self._pausing.in_words(),
                 several_nodes=launch.several_nodes or self._settings.several_nodes,
-                operator_stopped=snapshot.active_state is ActiveState.INACTIVE,
+                operator_stopped=snapshot.active_state is ActiveState.INACTIVE
+                or witness.saw_a_stop(self._parts.systemd, ledger, snapshot),
                 left_overs=await self._cards.left_overs(snapshot),
                 override_obstacle=self._obstacle(snapshot),
                 allow_no_speculation=self._settings.allow_no_speculation,

@@ -24,7 +24,7 @@ from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 
 LEDGER_NAME = "ledger.db"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _SCHEMA = """
 CREATE TABLE launches (
     invocation TEXT PRIMARY KEY, unit TEXT NOT NULL, started REAL NOT NULL, ended REAL, failure TEXT,
@@ -45,7 +45,8 @@ CREATE TABLE ceilings (
 CREATE TABLE overrides (unit TEXT PRIMARY KEY, since REAL NOT NULL, replaced TEXT, target TEXT NOT NULL) STRICT;
 """
 _SINCE_2 = "CREATE TABLE pauses (unit TEXT PRIMARY KEY, since REAL NOT NULL, until REAL NOT NULL) STRICT"
-_STEPS = (_SCHEMA, _SINCE_2)  # from nothing to 1, from 1 to 2
+_SINCE_3 = "CREATE TABLE witnesses (unit TEXT PRIMARY KEY, invocation TEXT NOT NULL) STRICT"
+_STEPS = (_SCHEMA, _SINCE_2, _SINCE_3)  # from nothing to 1, from 1 to 2, from 2 to 3
 _NEWEST_INCIDENTS = "SELECT id FROM incidents WHERE unit=:unit ORDER BY opened DESC LIMIT :keep"
 # A start counts against the day's budget, and a loop of failures makes a thousand incidents in less.
 _OF_TODAY = "SELECT incident FROM intents WHERE step='start' AND begun>:now-86400"
@@ -324,6 +325,24 @@ class Ledger:
 
     def end_pause(self, unit: str) -> None:
         self._write("DELETE FROM pauses WHERE unit=?", (unit,))
+
+    # Witnesses of a stop
+
+    def save_witness(self, unit: str, invocation: str) -> None:
+        """The unit's witness stands, and its newest launch is that one."""
+        self._write("INSERT OR REPLACE INTO witnesses VALUES (?, ?)", (unit, invocation))
+
+    def witness(self, unit: str) -> str | None:
+        """The launch for which the unit's witness was called; None where none was, or where we sent it away."""
+        rows = self._rows("SELECT invocation FROM witnesses WHERE unit=?", (unit,))
+        return rows[0][0] if rows else None
+
+    def witnessed(self) -> list[str]:
+        """Units with a witness, by name."""
+        return [row[0] for row in self._rows("SELECT unit FROM witnesses ORDER BY unit", ())]
+
+    def forget_witness(self, unit: str) -> None:
+        self._write("DELETE FROM witnesses WHERE unit=?", (unit,))
 
     # The file
 

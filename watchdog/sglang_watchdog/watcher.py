@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 
+from sglang_watchdog import witness
 from sglang_watchdog.cards import Cards
 from sglang_watchdog.domain.errors import BusLost, WatchdogError
 from sglang_watchdog.domain.known_good import Ceiling, KnownGood
@@ -127,6 +128,8 @@ class UnitWatcher:
                 alerts.blind(f"{self.unit}, which is {snapshot.load_state}: nothing to watch until it is loaded.")
             )
         self._parts.ledger.prune(self.unit)
+        if not self._acts and self._parts.ledger.witness(self.unit) is not None:
+            witness.dismiss(self._parts.systemd, self._parts.ledger, self.unit)
         await self.cards.read()  # which cards and driver there are is part of what a proof holds for
         await self.incidents.resume(snapshot)
         self._taken_up = True
@@ -168,8 +171,13 @@ class UnitWatcher:
             alerts.send(alerts.yielded(self.unit, followed))
 
     @property
+    def _acts(self) -> bool:
+        """But for a pause."""
+        return self.settings.act and self._parts.may_act
+
+    @property
     def may_act(self) -> bool:
-        return self.settings.act and self._parts.may_act and not self.pausing.active
+        return self._acts and not self.pausing.active
 
     def end_pause(self, snapshot: UnitSnapshot) -> bool:
         """What failed during the pause, and is still down, is diagnosed and planned for now. False: there was none."""
@@ -179,14 +187,20 @@ class UnitWatcher:
         alerts.send(alerts.pause(self.unit, "resume", "the pause is over"))
         last = next(iter(self._parts.ledger.incidents(self.unit, 1)), None)
         still = last is not None and last.invocation == snapshot.invocation and last.opened >= since
-        if still and snapshot.ended and snapshot.active_state is not ActiveState.INACTIVE:
+        stopped = snapshot.active_state is ActiveState.INACTIVE or self._saw_a_stop(snapshot)
+        if still and snapshot.ended and not stopped:
             self._parts.ledger.forget_end(snapshot.invocation)
             self.launch = None
         self._awake.set()
         return True
 
+    def _saw_a_stop(self, snapshot: UnitSnapshot) -> bool:
+        return witness.saw_a_stop(self._parts.systemd, self._parts.ledger, snapshot)
+
     def _begin(self, snapshot: UnitSnapshot) -> None:
         known = self._parts.ledger.launch(snapshot.invocation)
+        if self._acts and not snapshot.ended:
+            witness.call(self._parts.systemd, self._parts.ledger, snapshot)
         if snapshot.ended and not _worth_a_report(snapshot, known):
             return
         self.launch = self.inquest.begin(snapshot, known)

@@ -16,6 +16,7 @@ from typing import Any
 
 from pystemd.dbusexc import DBusBaseError
 from pystemd.dbuslib import DBus, apply_signature, path_decode, path_encode
+from pystemd.systemd1.unit_signatures import signature_array
 
 from sglang_watchdog.domain.errors import BusError, BusLost, JobRefused
 from sglang_watchdog.domain.unit import ActiveState, ExitCode, ServiceResult, UnitSnapshot
@@ -32,6 +33,8 @@ _SERVICE = b"org.freedesktop.systemd1.Service"
 _PROPERTIES = b"org.freedesktop.DBus.Properties"
 _UNIT_PREFIX = b"/org/freedesktop/systemd1/unit"
 _INFINITY = 2**64 - 1
+# A slice without a dash in its name lies below no other one.
+_WITNESS = "sglang_watchdog_witness_"
 _SNAPSHOT_TRIES = 4
 # What sd-bus answers where the connection is gone or systemd did not answer in time.
 _CONNECTION_LOST = frozenset({errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT, errno.ESTALE})
@@ -118,6 +121,27 @@ class Systemd:
         pid can be mistaken."""
         self._manager(b"KillUnit", b"ssi", unit, "all" if whole_group else "main", signal)
 
+    def witness_stands(self, unit: str) -> bool:
+        """Whether nobody has asked for a stop of the unit since its witness was called: systemd stops a unit that is
+        `PartOf=` another one together with it, also where the other one is down already."""
+        general = self._all(self._path(_witness(unit)), _UNIT)
+        job_id, job_path = general.get(b"Job", (0, b"/"))
+        if job_id:
+            return self._job_type(job_path) != "stop"  # each restart of the unit restarts it as well
+        return _text(general, b"ActiveState") == ActiveState.ACTIVE
+
+    def call_witness(self, unit: str) -> None:
+        """Raises `BusError` where one stands, or where the last one has not left yet."""
+        properties = {b"PartOf": [unit.encode()], b"Description": f"Remembers a stop of {unit}".encode()}
+        words = apply_signature(b"ss", [_witness(unit).encode(), b"fail"])
+        no_more_units = [(ord("a"), b"(sa(sv))"), (-1, None)]
+        self._method(_ROOT, _MANAGER, b"StartTransientUnit", [*words, *signature_array(properties), *no_more_units])
+
+    def dismiss_witness(self, unit: str) -> None:
+        """Nothing where there is none."""
+        if self.witness_stands(unit):
+            self._job(b"StopUnit", _witness(unit))
+
     def _path(self, unit: str) -> bytes:
         path: bytes = self._manager(b"LoadUnit", b"s", unit)
         return path
@@ -144,11 +168,14 @@ class Systemd:
         return self._call(_ROOT, _MANAGER, method, signature, *args)
 
     def _call(self, path: bytes, interface: bytes, method: bytes, signature: bytes, *args: object) -> Any:
+        words = [word.encode() if isinstance(word, str) else word for word in args]
+        return self._method(path, interface, method, apply_signature(signature, words))
+
+    def _method(self, path: bytes, interface: bytes, method: bytes, arguments: list[Any]) -> Any:
         if self._bus is None:
             raise BusLost("the system bus is not connected")
-        words = [word.encode() if isinstance(word, str) else word for word in args]
         try:
-            return self._bus.call_method(_SYSTEMD, path, interface, method, apply_signature(signature, words)).body
+            return self._bus.call_method(_SYSTEMD, path, interface, method, arguments).body
         except DBusBaseError as error:
             raise _translated(error, method.decode()) from error
 
@@ -235,6 +262,15 @@ def _hint(member: bytes, path: bytes, body: Any) -> Hint | None:
             return Hint(HintKind.RELOADING if body else HintKind.RELOADED)
         case _:
             return None
+
+
+def _witness(unit: str) -> str:
+    escaped = "".join(c if c.isascii() and (c.isalnum() or c in "._:") else _escaped(c) for c in unit)
+    return f"{_WITNESS}{escaped}.slice"
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in character.encode())
 
 
 def _opened() -> DBus:

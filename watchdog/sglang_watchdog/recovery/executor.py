@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from sglang_watchdog import witness
 from sglang_watchdog.domain.errors import BusError, BusLost, JobRefused, LedgerError, WatchdogError
 from sglang_watchdog.domain.incident import Incident, Step
 from sglang_watchdog.domain.speculation import SpeculationConfig
@@ -25,6 +26,8 @@ from sglang_watchdog.reporting.metrics import Metrics
 
 HOLD_DEADLINE_S = 30.0
 _POLL_S = 0.05
+# A witness leaves with our own stop, within milliseconds; longer than that the hold does not wait to call it again.
+_WITNESS_LEAVES_S = 2.0
 log = structlog.get_logger()
 
 
@@ -183,13 +186,16 @@ class Executor:
             raise Yielded(f"a {snapshot.job_type} job that is not ours is queued before the step {step}")
         if not snapshot.ended and not task.by_hand:
             raise Yielded(f"the unit was started by somebody else before the step {step}")
+        if not task.by_hand and witness.saw_a_stop(self._systemd, self._ledger, snapshot):
+            raise Yielded(f"the unit was stopped by hand before the step {step}")
 
     def _check_pause(self) -> None:
         if self._pausing.active:
             raise GivenUp(f"the unit is {self._pausing.in_words()}")
 
     async def _hold(self, task: Task) -> str:
-        deadline = asyncio.get_running_loop().time() + HOLD_DEADLINE_S
+        now = asyncio.get_running_loop().time
+        deadline, witness_by = now() + HOLD_DEADLINE_S, 0.0
         done = ""
         stopped = task.stopped_by_us
         while True:
@@ -197,8 +203,12 @@ class Executor:
             snapshot = self._systemd.snapshot(self._unit)
             match next_move(snapshot, task.incident.invocation, doomed=task.doomed(snapshot), stopped_by_us=stopped):
                 case HoldMove.HELD:
-                    self._jobs.forget()
-                    return done
+                    if witness.saw_a_stop(self._systemd, self._ledger, snapshot):
+                        raise Yielded("the unit was stopped by another hand than ours")
+                    witness_by = witness_by or now() + _WITNESS_LEAVES_S
+                    if witness.call(self._systemd, self._ledger, snapshot) or now() > witness_by:
+                        self._jobs.forget()
+                        return done
                 case HoldMove.YIELD:
                     raise Yielded(f"the unit is {_in_words(snapshot)} by another hand than ours")
                 case HoldMove.STOP:
@@ -208,14 +218,18 @@ class Executor:
                     done = self._bring_down(snapshot)
                 case HoldMove.WAIT:
                     pass
-            if asyncio.get_running_loop().time() > deadline:
+            if now() > deadline:
                 raise StepFailed(f"the unit could not be held within {HOLD_DEADLINE_S:.0f} s")
             await asyncio.sleep(_POLL_S)
 
     def _stop(self) -> str:
+        stood_for = self._ledger.witness(self._unit)
+        self._ledger.forget_witness(self._unit)  # it leaves with this stop, which is our own
         try:
             self._jobs.own(self._systemd.stop(self._unit))
         except JobRefused:
+            if stood_for is not None:
+                self._ledger.save_witness(self._unit, stood_for)
             return ""  # its restart job was queued in this instant: the next reading says what came of it
         self.stopped = True
         return "the automatic restart is held"
