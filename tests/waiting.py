@@ -12,8 +12,8 @@ LOOK_EVERY_S = 0.02
 PATIENCE = 3.0
 
 
-def wait_until(condition: Callable[[], T], deadline_s: float, what: str) -> T:
-    """Looks until `condition()` is true and returns what it returned.
+def wait_until(condition: Callable[[], T], deadline_s: float, what: str, every_s: float = LOOK_EVERY_S) -> T:
+    """Looks until `condition()` is true and returns what it returned. A look that costs much is taken more rarely.
 
     Raises AssertionError, which names `what` and the last value seen, after `deadline_s` seconds times PATIENCE.
     """
@@ -24,4 +24,4 @@ def wait_until(condition: Callable[[], T], deadline_s: float, what: str) -> T:
             return value
         if time.monotonic() >= end:
             raise AssertionError(f"waited {deadline_s * PATIENCE:g} s in vain: {what} (last seen: {value!r})")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(every_s)

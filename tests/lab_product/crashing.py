@@ -28,9 +28,9 @@ FOLDER = Path("/run/crash-points")
 ARMED, CROSSED, SIGNALS = FOLDER / "armed", FOLDER / "crossed", FOLDER / "signals"
 _LEDGER_WRITES = (
     *("forget_end", "open_incident", "plan_incident", "close_incident", "save_known_good", "demote", "save_ceiling"),
-    *("save_override", "forget_override", "prune"),
+    *("save_override", "forget_override", "save_witness", "forget_witness", "prune"),
 )
-_BUS_CALLS = ("ref", "stop", "reset_failed", "start", "kill")
+_BUS_CALLS = ("ref", "stop", "reset_failed", "start", "kill", "call_witness", "dismiss_witness")
 _FILE_CALLS = ("open", "fchmod", "fsync", "rename", "unlink")
 _counts: Counter[str] = Counter()
 _steps: dict[int, Step] = {}

@@ -18,10 +18,11 @@ import pytest
 from lab.host import CHECKOUT, LabHost
 from lab_product import crashing
 from lab_product.conftest import GIB, Inference, override, proven
-from lab_product.installed import PYTHON, SERVICE, STATE, InferenceHost
+from lab_product.installed import HAND_BACK, PYTHON, SERVICE, STATE, InferenceHost
 from lab_product.sglang_unit import OVERRIDES, Way
 from lab_product.test_crash import DROP_IN
-from lab_product.test_operator import ACTING, AT_ONCE, let_go, steps_of
+from lab_product.test_operator import ACTING, AT_ONCE, KEPT_S, is_down, let_go, steps_of, wait_step
+from sglang_watchdog.domain.incident import Step
 from waiting import wait_until
 
 # "all", or a part of a point's name.
@@ -29,7 +30,7 @@ CHOSEN = os.environ.get("CRASH_POINTS", "")
 # Something was done and is not recorded, or was recorded and is not done, or is under way.
 MOST_TELLING = re.compile(
     r"(bus (stop|reset_failed|start|kill)|signal \w+|override (rename|unlink)|daemon-reload"
-    r"|ledger (plan_incident|begin\(start\)|forget_override)) (after|under way)#1"
+    r"|ledger (plan_incident|begin\(start\)|forget_override|close_incident)) (after|under way)#1"
 )
 pytestmark = [
     pytest.mark.lab,
@@ -50,6 +51,8 @@ RestartSec=100ms
 ReadWritePaths={crashing.FOLDER}
 """
 DEADLINE_S = 60.0
+LOOK_EVERY_S = 0.3  # a look starts an interpreter on the host
+ENDED = ("inactive", "failed")
 SAVED = "/var/lib/crash-points"
 # Everything that is to be known of the end, in one visit to the host.
 LOOK = """
@@ -116,7 +119,7 @@ class Trial:
             return self.over(host, seen[0])
 
         try:
-            wait_until(is_over, DEADLINE_S, "the end")
+            wait_until(is_over, DEADLINE_S, "the end", LOOK_EVERY_S)
         except AssertionError as in_vain:
             return [f"{in_vain}: {seen}", host.log(30)]
         end = seen[0]
@@ -147,7 +150,8 @@ def back_to_the_start(host: InferenceHost) -> None:
 
 def wait_watching(host: InferenceHost) -> None:
     shown = {"SubState": "running"}
-    wait_until(lambda: host.host.show(SERVICE, "SubState") == shown, DEADLINE_S, "the watchdog watches")
+    running = lambda: host.host.show(SERVICE, "SubState") == shown  # noqa: E731
+    wait_until(running, DEADLINE_S, "the watchdog watches", LOOK_EVERY_S)
 
 
 def points(host: InferenceHost) -> list[str]:
@@ -167,6 +171,7 @@ def kill_at_every_point(host: InferenceHost, trial: Trial, name: str) -> None:
     crossed = points(host)
     wrong: dict[str, list[str]] = {}
     picked = chosen(crossed)
+    print(f"{name}: of {len(crossed)} points: {', '.join(crossed)}", file=sys.stderr)
     for point in picked:
         begun = time.monotonic()
         if said := trial.run(host, point):
@@ -269,3 +274,38 @@ def test_an_override_is_withdrawn_wherever_the_watchdog_is_killed(inference: Inf
         save(host)
         host.host.write(DROP_IN, SERVICE_DROP_IN)
         kill_at_every_point(host, Trial(change_the_flags, withdrawn, wrong_after_a_withdrawal), f"withdrawal by {way}")
+
+
+# The watchdog is stopped for good while it holds a unit
+
+
+def stop_while_it_holds(host: InferenceHost, arm: Callable[[], None]) -> None:
+    let_go(host.host)
+    host.host.systemctl("start", "--no-block", SERVICE)
+    start_what_fails(host)
+    wait_step(host, Step.FREE)
+    arm()
+    host.host.systemctl("stop", "--no-block", SERVICE)
+
+
+def handed_back(host: InferenceHost, seen: Seen) -> bool:
+    over = all(host.host.show(unit, "ActiveState")["ActiveState"] in ENDED for unit in (SERVICE, HAND_BACK))
+    return over and seen.outcomes[-1:] == ["yielded"]
+
+
+def wrong_after_a_hand_back(host: InferenceHost, seen: Seen, begun: float) -> list[str]:  # noqa: ARG001
+    checks = {
+        f"the unit is left {host.state()}": is_down(host),
+        f"left open: {seen.outcomes}": "open" in seen.outcomes,
+        f"an override is left: {seen.files}": any("watchdog" in path or path.endswith(".env") for path in seen.files),
+    }
+    return [said for said, is_wrong in checks.items() if is_wrong]
+
+
+def test_a_held_unit_is_handed_back_wherever_the_watchdog_is_killed_on_its_way_out(inference: Inference) -> None:
+    with inference(settings=ENDLESS, simulation=replace(FAST, faults=""), restart_s=1.0) as host:
+        proven(host)
+        save(host)
+        host.host.write(DROP_IN, SERVICE_DROP_IN)
+        host.change(steps=10, simulation=replace(host.sglang.simulation, driver_lag_s=KEPT_S))
+        kill_at_every_point(host, Trial(stop_while_it_holds, handed_back, wrong_after_a_hand_back), "hand-back")
