@@ -28,7 +28,7 @@ FOLDER = Path("/run/crash-points")
 ARMED, CROSSED, SIGNALS = FOLDER / "armed", FOLDER / "crossed", FOLDER / "signals"
 _LEDGER_WRITES = (
     *("forget_end", "open_incident", "plan_incident", "close_incident", "save_known_good", "demote", "save_ceiling"),
-    *("save_override", "forget_override", "save_witness", "forget_witness", "prune"),
+    *("save_override", "forget_override", "save_witness", "forget_witness", "told", "owe_reload", "reloaded", "prune"),
 )
 _BUS_CALLS = ("ref", "stop", "reset_failed", "start", "kill", "call_witness", "dismiss_witness")
 _FILE_CALLS = ("open", "fchmod", "fsync", "rename", "unlink")

@@ -219,8 +219,18 @@ def wrong_after_a_rollback(host: InferenceHost, seen: Seen, begun: float) -> lis
         f"a half file: {seen.files}": any(path.endswith(".new") for path in seen.files),
         f"no override: {seen.files}": bool(expected_file) and expected_file not in seen.files,
         "no tokens came": host.tokens(4) != 4,
+        "nobody was told": not told(host, begun),
     }
     return [said for said, is_wrong in checks.items() if is_wrong]
+
+
+def told(host: InferenceHost, since: float) -> bool:
+    """The end of the incident reached the journal; once more where the death came before that was written down."""
+    try:
+        host.wait_alert(since=since, OUTCOME="contained")
+    except AssertionError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("way", Way)

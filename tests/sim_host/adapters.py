@@ -231,6 +231,10 @@ class SimFiles:
         self._world.point()
         return self._world.drop_in and self._world.ours_loaded != steps
 
+    def is_in_force(self, written: Override) -> bool:
+        loaded = not self._world.drop_in or self._world.ours_loaded == self._world.ours_on_disk
+        return str(self._world.ours_on_disk) == written.text and loaded
+
     def withdraw(self, *_: object) -> bool:
         self._world.point()
         gone, self._world.ours_on_disk = self._world.ours_on_disk, None
@@ -323,7 +327,7 @@ def install(patch: pytest.MonkeyPatch, world: World, files: SimFiles, oracle: Or
     patch.setattr(processes, "cgroup_listens", lambda *_: world.running is not None and world.running.serves)
     patch.setattr(processes, "boot_id", lambda: "b" * 32)
     patch.setattr(processes, "boot_time", lambda: 0.0)
-    for name in ("render", "put_in_force", "withdraw", "lies_there", "verify"):
+    for name in ("render", "put_in_force", "is_in_force", "withdraw", "lies_there", "verify"):
         patch.setattr(override, name, getattr(files, name))
     patch.setattr(override, "override_obstacle", lambda *_: "")
     patch.setattr(systemctl, "daemon_reload", files.reload)

@@ -200,7 +200,9 @@ def test_a_ledger_of_schema_1_is_taken_over_with_all_that_it_holds(path: Path) -
     stored = ledger.open_incident(incident())
     ledger.close()
     db = sqlite3.connect(path)
-    db.executescript("DROP TABLE pauses; DROP TABLE witnesses; PRAGMA user_version=1;")
+    db.executescript(
+        "DROP TABLE pauses; DROP TABLE witnesses; DROP TABLE untold; DROP TABLE reloads_owed; PRAGMA user_version=1;"
+    )
     db.close()
     again = Ledger.open(path)
     assert again.pause(UNIT) is None

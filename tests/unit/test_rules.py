@@ -4,10 +4,12 @@ The watcher, the incidents, the executor and the ledger are the product's own; w
 number of steps in all is `SOAK_STEPS`: 10 000 in `make test`, and up to that they are the same ones each time.
 """
 
+import itertools
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -276,11 +278,16 @@ TestRules.settings = settings(
 
 @pytest.fixture
 def host() -> Iterator[Rules]:
-    """A proven server of steps 4 that may be acted on."""
-    rules = Rules()
-    rules.boot(act=True, steps=4, fits=5, restart_s=5.0, drop_in=False, allow_none=False, proven_for=60.0)
+    rules = a_host()
     yield rules
     rules.teardown()
+
+
+def a_host(*, drop_in: bool = False, restart_s: float | None = 5.0) -> Rules:
+    """A proven server of steps 4 that may be acted on, of a test that has several."""
+    rules = Rules()
+    rules.boot(act=True, steps=4, fits=5, restart_s=restart_s, drop_in=drop_in, allow_none=False, proven_for=60.0)
+    return rules
 
 
 def hold_until_the_cards_are_free(host: Rules) -> None:
@@ -358,8 +365,7 @@ def test_a_stop_of_what_is_held_outlives_the_daemon_that_did_not_hear_of_it(host
 
 
 def test_a_stop_during_a_pause_of_what_failed_in_it_is_kept_when_the_pause_is_over() -> None:
-    host = Rules()
-    host.boot(act=True, steps=4, fits=5, restart_s=None, drop_in=False, allow_none=True, proven_for=60.0)
+    host = a_host(restart_s=None)
     host.the_operator_pauses(30.0)
     host.the_operator_deploys(10, True, True)
     host.daemon.run_for(10)
@@ -370,3 +376,48 @@ def test_a_stop_during_a_pause_of_what_failed_in_it_is_kept_when_the_pause_is_ov
     assert any("the pause is over" in words for words in host.said)
     host.teardown()
     assert host.oracle.broken == []
+
+
+def killed_at_each_call(begin: Callable[[Rules], None], end: Callable[[Rules], None], **options: Any) -> int:
+    """Runs `begin` on a host of its own for each call of the product after it, with the daemon killed there, and then
+    `end`. Returns how many calls that were."""
+    for calls in itertools.count(1):
+        host = a_host(**options)
+        begin(host)
+        lives, host.world.kill_in = host.daemon.lives, calls
+        host.daemon.run_for(4)
+        killed, host.world.kill_in = host.daemon.lives > lives, None
+        host.daemon.run_for(20)
+        end(host)
+        host.teardown()
+        if not killed:
+            return calls - 1
+    raise AssertionError("unreachable")
+
+
+def test_the_end_of_an_incident_is_told_also_by_the_daemon_after_the_one_that_closed_it() -> None:
+    def until_tokens_are_due(host: Rules) -> None:
+        host.the_operator_deploys(10, True, True)
+        host.daemon.run_for(5.0)
+        assert host.daemon.ledger.open_incidents()[0].target is not None
+
+    def told(host: Rules) -> None:
+        ends = [words for words in host.said if "serves again, which is not what was asked for" in words]
+        assert 1 <= len(ends) <= 2  # twice where it died before it could write down that it had told
+        assert host.daemon.ledger.untold(UNIT) == []
+
+    assert killed_at_each_call(until_tokens_are_due, told) > 10
+
+
+def test_the_reload_after_an_override_was_taken_away_is_made_also_by_the_next_daemon() -> None:
+    def deploy_other_flags(host: Rules) -> None:
+        host.the_operator_deploys(10, True, True)
+        host.daemon.run_for(30)
+        assert host.world.ours_loaded == 4
+        host.world.on_disk = 3
+        host.world.reload()
+
+    def gone(host: Rules) -> None:
+        assert (host.world.ours_on_disk, host.world.ours_loaded) == (None, None)
+
+    assert killed_at_each_call(deploy_other_flags, gone, drop_in=True) > 10

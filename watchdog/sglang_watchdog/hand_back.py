@@ -82,6 +82,7 @@ def hand_back(
     closed = ledger.close_incident(incident, Outcome.YIELDED, f"Handed back: {reason}.")
     alerts.send(alerts.closed(closed))
     tell(closed)
+    ledger.told(closed)
     return f"{incident.unit}: {closed.reason}"
 
 

@@ -96,6 +96,8 @@ class Incidents:
         """Finishes a recovery that had begun, where the unit is as it was left; never touches a launch that runs."""
         for incident in self._parts.ledger.incidents(self._unit, 1):
             self._parts.metrics.saw_incident(incident)
+        for incident in self._parts.ledger.untold(self._unit):
+            self._tell(incident)
         for incident in self._parts.ledger.open_incidents():
             if incident.unit == self._unit:
                 await self._resume(incident, snapshot, self._parts.ledger.intents(incident.id))
@@ -342,6 +344,10 @@ class Incidents:
     def _close(self, incident: Incident, outcome: Outcome, reason: str) -> None:
         closed = self._parts.ledger.close_incident(incident, outcome, reason)
         self._parts.metrics.closed(closed)
+        self._tell(closed)
+
+    def _tell(self, closed: Incident) -> None:
         self._parts.hooks.tell(Event.CLOSED, closed)
-        if outcome is not Outcome.REPORTED or incident.steps:
+        if closed.outcome is not Outcome.REPORTED or closed.steps:
             alerts.send(alerts.closed(closed))
+        self._parts.ledger.told(closed)

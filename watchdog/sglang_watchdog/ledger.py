@@ -45,7 +45,11 @@ CREATE TABLE ceilings (
 CREATE TABLE overrides (unit TEXT PRIMARY KEY, since REAL NOT NULL, replaced TEXT, target TEXT NOT NULL) STRICT;
 """
 _SINCE_2 = "CREATE TABLE pauses (unit TEXT PRIMARY KEY, since REAL NOT NULL, until REAL NOT NULL) STRICT"
-_SINCE_3 = "CREATE TABLE witnesses (unit TEXT PRIMARY KEY, invocation TEXT NOT NULL) STRICT"
+_SINCE_3 = """
+CREATE TABLE witnesses (unit TEXT PRIMARY KEY, invocation TEXT NOT NULL) STRICT;
+CREATE TABLE untold (incident TEXT PRIMARY KEY REFERENCES incidents) STRICT;
+CREATE TABLE reloads_owed (unit TEXT PRIMARY KEY) STRICT;
+"""
 _STEPS = (_SCHEMA, _SINCE_2, _SINCE_3)  # from nothing to 1, from 1 to 2, from 2 to 3
 _NEWEST_INCIDENTS = "SELECT id FROM incidents WHERE unit=:unit ORDER BY opened DESC LIMIT :keep"
 # A start counts against the day's budget, and a loop of failures makes a thousand incidents in less.
@@ -53,6 +57,7 @@ _OF_TODAY = "SELECT incident FROM intents WHERE step='start' AND begun>:now-8640
 _OLD_INCIDENTS = f"unit=:unit AND outcome<>:open AND id NOT IN ({_NEWEST_INCIDENTS}) AND id NOT IN ({_OF_TODAY})"
 _PRUNE = (
     f"DELETE FROM intents WHERE incident IN (SELECT id FROM incidents WHERE {_OLD_INCIDENTS})",
+    f"DELETE FROM untold WHERE incident IN (SELECT id FROM incidents WHERE {_OLD_INCIDENTS})",
     f"DELETE FROM incidents WHERE {_OLD_INCIDENTS}",
     "DELETE FROM launches WHERE unit=:unit AND invocation NOT IN ("
     "SELECT invocation FROM (SELECT invocation FROM launches WHERE unit=:unit ORDER BY started DESC LIMIT :keep) "
@@ -160,12 +165,27 @@ class Ledger:
         return planned
 
     def close_incident(self, incident: Incident, outcome: Outcome, reason: str = "") -> Incident:
+        """Nobody was told of its end yet: `told` says when somebody was."""
         closed = replace(incident, outcome=outcome, closed=time.time(), reason=reason or incident.reason)
-        self._write(
-            "UPDATE incidents SET outcome=?, record=? WHERE id=?",
-            (outcome, _dumped(Incident, closed), incident.id),
-        )
+        try:
+            with self._transaction():
+                self._write("INSERT OR IGNORE INTO untold VALUES (?)", (incident.id,))
+                record = _dumped(Incident, closed)
+                self._write("UPDATE incidents SET outcome=?, record=? WHERE id=?", (outcome, record, incident.id))
+        except sqlite3.Error as error:
+            raise LedgerError(f"the ledger {self.path} cannot be written: {error}") from error
         return closed
+
+    def told(self, incident: Incident) -> None:
+        self._write("DELETE FROM untold WHERE incident=?", (incident.id,))
+
+    def untold(self, unit: str) -> list[Incident]:
+        """Closed, and whoever closed them died before anybody was told."""
+        rows = self._rows(
+            "SELECT record FROM incidents JOIN untold ON incidents.id=untold.incident WHERE unit=? ORDER BY opened",
+            (unit,),
+        )
+        return [self._loaded(Incident, "incidents", row[0]) for row in rows]
 
     def incidents(self, unit: str | None = None, limit: int = 50) -> list[Incident]:
         """Newest first; of all units where `unit` is None."""
@@ -313,6 +333,16 @@ class Ledger:
                 return ceiling
         return None
 
+    def owe_reload(self, unit: str) -> None:
+        """A file of ours is about to change that systemd has loaded."""
+        self._write("INSERT OR IGNORE INTO reloads_owed VALUES (?)", (unit,))
+
+    def reload_owed(self, unit: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM reloads_owed WHERE unit=?", (unit,)))
+
+    def reloaded(self, unit: str) -> None:
+        self._write("DELETE FROM reloads_owed WHERE unit=?", (unit,))
+
     # Pauses
 
     def save_pause(self, unit: str, since: float, until: float) -> None:
@@ -395,7 +425,7 @@ class Ledger:
         try:
             yield
             self._db.execute("COMMIT")
-        except sqlite3.Error:
+        except BaseException:
             if self._db.in_transaction:  # SQLite itself rolls back where the disk is full
                 self._db.execute("ROLLBACK")
             raise

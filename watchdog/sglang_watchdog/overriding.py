@@ -94,6 +94,8 @@ class Overriding:
         An edit that is seen before the operator's reload costs none of ours: our drop-in is gone when theirs comes. Of
         one that is seen after it, a start between the two reloads still runs our override, and is told as stale.
         """
+        if self._parts.ledger.reload_owed(self._unit):
+            return await self._finish_reload(snapshot)
         ours = self._parts.ledger.override(self._unit)
         if ours is None:
             return ""
@@ -103,8 +105,10 @@ class Overriding:
             by_file = not drop_in_of(self._unit).exists() and override.lies_there(self._unit, self._folder)
             if snapshot.need_daemon_reload and by_file:
                 return ""  # what is loaded still has the flags that failed: our file goes when theirs are loaded
-            if self._withdraw() and not snapshot.need_daemon_reload:
-                await systemctl.daemon_reload()
+            if snapshot.need_daemon_reload:
+                self._withdraw()
+            else:
+                await self._reloaded_after(self._withdraw)
             due = "; a daemon-reload puts them in force" if snapshot.need_daemon_reload else ""
             return (
                 f"the operator's flags are now {theirs.describe()}: the override {target.describe()} is withdrawn{due}"
@@ -117,10 +121,25 @@ class Overriding:
         return await self._write_anew(snapshot, target)
 
     async def _write_anew(self, snapshot: UnitSnapshot, target: SpeculationConfig) -> str:
-        if not override.put_in_force(override.render(snapshot, target, self._managed, self._folder)):
+        written = override.render(snapshot, target, self._managed, self._folder)
+        if override.is_in_force(written):
             return ""
-        await systemctl.daemon_reload()
+        await self._reloaded_after(lambda: override.put_in_force(written))
         return f"the operator's command changed: the override {target.describe()} was written anew onto it"
+
+    async def _reloaded_after(self, change: Callable[[], bool]) -> None:
+        """Changes a file of ours, and has systemd reload where that is due: also by the next daemon, should this one
+        end in between. The host's other edits are loaded by then."""
+        self._parts.ledger.owe_reload(self._unit)
+        if change():
+            await systemctl.daemon_reload()
+        self._parts.ledger.reloaded(self._unit)
+
+    async def _finish_reload(self, snapshot: UnitSnapshot) -> str:
+        if snapshot.need_daemon_reload:
+            await systemctl.daemon_reload()
+        self._parts.ledger.reloaded(self._unit)
+        return "systemd was reloaded after a change of the override" if snapshot.need_daemon_reload else ""
 
     def _withdraw(self) -> bool:
         due = override.withdraw(self._unit, self._folder)

@@ -210,6 +210,17 @@ def put_in_force(override: Override) -> bool:
     return _remove(drop_in_of(override.unit))  # of a time when the unit did not list our environment file
 
 
+def is_in_force(override: Override) -> bool:
+    """Whether `put_in_force` would change nothing."""
+    if override.kind is OverrideKind.ENVIRONMENT_FILE and drop_in_of(override.unit).exists():
+        return False
+    if not override.path.parent.is_dir():
+        return False
+    with _folder(override.path.parent) as folder:
+        written = _content(folder, override.path.name) == (override.text, override.mode)
+    return written and (override.loaded or override.kind is OverrideKind.ENVIRONMENT_FILE)
+
+
 def lies_there(unit: str, overrides: Path = OVERRIDES) -> bool:
     """Whether a file of ours is there, in either way."""
     return environment_file_of(unit, overrides).exists() or drop_in_of(unit).exists()
