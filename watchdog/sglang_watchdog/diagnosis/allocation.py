@@ -15,8 +15,8 @@ _POOL_FRAMES = (
     *("initialize_kv_cache", "allocate_kv_cache"),
 )
 _GRAPH_FRAMES = (
-    *("init_cuda_graph", "init_all_cuda_graphs", "init_device_graphs", "cuda_graph_setup", "graph_runner.py:__init__"),
-    *("graph_runner.py:capture", "capture_model", "capture_one_batch_size"),
+    *("init_cuda_graph", "init_all_cuda_graphs", "init_device_graphs", "cuda_graph_setup", "graph_runner.py:"),
+    *("capture_model", "capture_one_batch_size"),
 )
 _WEIGHT_FRAMES = (
     *("load_model", "model_loader/", "_initialize_model", "initialize_model", "create_weights", "load_weights"),
@@ -32,6 +32,8 @@ _BY_PHASE = {
     Phase.SERVING: Class.RUNTIME_CUDA_OOM,
     Phase.STOPPING: Class.RUNTIME_CUDA_OOM,
 }
+# A pool of less than nothing: the weights left no memory for it, and nobody looked before the tensors were made.
+_NEGATIVE = "Trying to create tensor with negative dimension"
 GUESS = 0.5  # how sure an out-of-memory is of which nothing tells the stage: any line that does tell is better
 
 
@@ -51,6 +53,11 @@ def judge_oom(hit: Hit, timeline: Timeline) -> tuple[Class, float]:
         return stage, 0.9
     first = _any(_FIRST_FRAMES, hit) or (hit.phase is Phase.STARTING and timeline.memory.before_weights_gib is None)
     return (Class.GPU_MEMORY_HELD, 0.75) if first else (Class.RUNTIME_CUDA_OOM, GUESS)
+
+
+def is_negative_pool(text: str, frames: tuple[str, ...]) -> bool:
+    """Of an exception whose words say nothing of memory."""
+    return _NEGATIVE in text and any(part in frame for frame in frames for part in _POOL_FRAMES)
 
 
 def _of_frames(hit: Hit) -> Class | None:

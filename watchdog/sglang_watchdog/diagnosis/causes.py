@@ -7,7 +7,7 @@ because another one died, collectives that break when a process is killed, a han
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_watchdog.diagnosis.allocation import GUESS, judge_oom, pins_host_memory
+from sglang_watchdog.diagnosis.allocation import GUESS, is_negative_pool, judge_oom, pins_host_memory
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.effective import wordings_of
 from sglang_watchdog.diagnosis.manager import Said, Word
@@ -318,6 +318,8 @@ def _of_failure(failure: Failure, case: Case) -> Cause | None:
     early = failure.phase in (Phase.UNKNOWN, Phase.STARTING) and not timeline.server_args
     if early and any(part in frame for frame in raised.frames for part in _ARGUMENT_FRAMES):
         judged = (Class.BAD_ARGUMENTS, 0.9)
+    elif failure.phase not in _UP and is_negative_pool(raised.text, raised.frames):
+        judged = (Class.KV_CACHE_OOM, 0.8)
     elif raised.fatal:
         # A start asks much of its surroundings, and a wording that is not known may be of any of it.
         judged = (Class.SOFTWARE_EXCEPTION, 0.75 if failure.phase in _UP else 0.65)

@@ -56,12 +56,14 @@ _SLOTS = re.compile(r"max_mamba_cache_size: (\d+)")
 _TOKENS = re.compile(r"max_total_num_tokens=(\d+)")
 _REQUESTS = re.compile(r"max_running_requests=(\d+)")
 _CAPTURE = re.compile(r"Capture (?P<what>.*?)(?:cuda|CUDA) graph (?P<end>begin|end)\b")
+# Of whole graphs, and of piecewise ones, which are compiled first.
+_CAPTURING_BARS = ("Capturing batches", "Capturing num tokens", "Compiling num tokens")
 # Everything below is behind one of these beginnings: the reader asks for no more than them.
 BEGINNINGS = (
     *("server_args=", "Init torch distributed", "Init parallel", "Load weight", "Mamba Cache is", "KV Cache is"),
     *("Memory pool end", "Capture ", "max_total_num_tokens=", "INFO:     Started server", "INFO:     Uvicorn running"),
     *("The server is fired up", "Loading safetensors", "Loading pt checkpoint", "Multi-thread loading shards"),
-    "Capturing batches",
+    *_CAPTURING_BARS,
 )
 
 
@@ -221,7 +223,7 @@ _HANDLERS: tuple[tuple[str, _Handler], ...] = (
     ("max_total_num_tokens=", Progress._sized),
     ("INFO: ", Progress._up),
     ("The server is fired up", Progress._ready),
-    ("Capturing batches", Progress._capturing_bar),
+    *((bar, Progress._capturing_bar) for bar in _CAPTURING_BARS),
     *((bar, Progress._loading_bar) for bar in ("Loading safetensors", "Loading pt checkpoint", "Multi-thread loading")),
 )
 
