@@ -73,7 +73,7 @@ class Base(StrEnum):
                 return debian13.root()
 
 
-@dataclass(frozen=True)
+@dataclass
 class LabHost:
     """A running host. Made by `LabHost.boot` only; every method may be called from one thread at a time."""
 
@@ -240,6 +240,16 @@ class LabHost:
         self.run("journalctl", "--sync")
         out = self.run("journalctl", "--output=json", "--all", "--no-pager", "--quiet", *args, timeout=120).stdout
         return [json.loads(line) for line in out.splitlines()]
+
+    def reboot(self, *, power_cut: bool = False) -> None:
+        """Boots it again over its own files, after an orderly shutdown or after none. Raises LabBootFailed."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write("power-cut\n" if power_cut else "reboot\n")
+        self._keeper.stdin.flush()
+        answer = _answer(self._keeper, keeper.POWEROFF_DEADLINE_S + keeper.BOOT_DEADLINE_S)
+        if not answer.get("booted"):
+            raise LabBootFailed(answer.get("error", "the keeper ended without a word"))
+        self.leader = HostGroups(self.name).leader()
 
     def power_off(self) -> bool:
         """Shuts the host down in order, by force after 20 s. True if it went in order; once off, does nothing."""

@@ -2,7 +2,8 @@
 
 Started by `LabHost.boot` as the first process of a pid namespace and in a mount namespace of its own, so that neither
 processes nor mounts can outlive it. It mounts, boots, says `{"booted": true}` on stdout, then waits on stdin:
-`poweroff` shuts the host down in order, end of file (the test process is gone, however it died) kills it. Should the
+`poweroff` shuts the host down in order, `reboot` and `power-cut` (no process gets a word) boot it again over what it
+has written, end of file (the test process is gone, however it died) kills it. Should the
 keeper itself be killed, the kernel ends the whole host; `sweep` then removes the empty groups and the empty folder.
 
 Not here: anything a test talks to inside the host (`lab.host`).
@@ -86,13 +87,24 @@ def main(spec: Spec) -> None:
 def _keep(spec: Spec, groups: HostGroups) -> None:
     root = _mount(spec)
     image.prepare(root, spec.name)
+    with _notify_socket(root.parent / "notify") as ready:
+        while _boot(spec, groups, root, ready):
+            pass
+
+
+def _boot(spec: Spec, groups: HostGroups, root: Path, ready: socket.socket) -> bool:
+    """From a boot to its end; whether it is to be booted again."""
     console = root.parent / "console.log"
-    with _notify_socket(root.parent / "notify") as ready, _nspawn(spec, groups, root, console) as nspawn:
+    with _nspawn(spec, groups, root, console) as nspawn:
         leader = _wait_ready(ready, nspawn, console)
         _say(booted=True)
         _drain_until(ready, sys.stdin)
-        if sys.stdin.readline() == "poweroff\n":
+        word = sys.stdin.readline().strip()
+        if word == "poweroff":
             _say(clean=_power_off(leader, nspawn, ready))
+        elif word == "reboot":
+            _power_off(leader, nspawn, ready)
+        return word in ("reboot", "power-cut")
 
 
 @contextlib.contextmanager

@@ -99,12 +99,13 @@ class World:
         self.dead = False
         self.kill_in: int | None = None
         self.calls = 0
+        self.clock_set_by = 0.0  # seconds by which somebody has set the clock of the host
         self._queued_start = ""
 
     # Time, and the points at which a daemon can be killed
 
     def now(self) -> float:
-        return EPOCH + self.loop.elapsed
+        return EPOCH + self.loop.elapsed + self.clock_set_by
 
     def point(self) -> None:
         """Before and after each call of the product to the outside."""

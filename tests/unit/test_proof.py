@@ -13,7 +13,7 @@ OVER = BEGAN + SOAK_S
 @pytest.fixture
 def proof() -> Proof:
     proof = Proof(("python", "-m", "sglang.launch_server"), UnitSettings(soak=SOAK_S))
-    proof.served(BEGAN)
+    proof.served(BEGAN, BEGAN)
     return proof
 
 

@@ -198,6 +198,8 @@ class Daemon:
             systemd.open()
             for incident in incidents:
                 watcher = self._watchers.get(incident.unit)
+                if watcher is not None and watcher.incidents.is_over(incident.id):
+                    continue
                 theirs = watcher is not None and bool(watcher.incidents.jobs.foreign)
                 sentence = hand_back(incident, ledger, systemd, theirs=theirs, tell=tell)
                 log.info("handing back", sentence=sentence)

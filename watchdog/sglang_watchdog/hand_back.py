@@ -9,9 +9,12 @@ so then nothing is handed back.
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from sglang_watchdog import witness
+from sglang_watchdog.domain.errors import JobRefused, LedgerError, UnusableInput
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
-from sglang_watchdog.host import override
+from sglang_watchdog.host import override, processes
 from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.host.lock import only_one
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
@@ -20,7 +23,9 @@ from sglang_watchdog.reporting import alerts
 from sglang_watchdog.settings import Settings
 
 SERVICE = "sglang-watchdog.service"
+REBOOTED = "The host was rebooted in the middle"
 Tell = Callable[[Incident], None]
+log = structlog.get_logger()
 
 
 def _nobody(_: Incident) -> None:
@@ -74,24 +79,46 @@ def hand_back(
     intents = ledger.intents(incident.id)
     if not owes_a_start(intents):
         return f"{incident.unit}: nothing is owed for incident {incident.id}."
-    undo_unloaded(systemd, ledger, incident.unit, ledger.path.parent / override.FOLDER)
-    theirs = theirs or witness.saw_a_stop(systemd, ledger, systemd.snapshot(incident.unit))
-    started = not theirs and start_if_down(systemd, incident.unit)
-    runs = "the operator acted on it meanwhile" if theirs else "it runs already"
-    reason = "started, because the watchdog ended in the middle" if started else runs
-    closed = ledger.close_incident(incident, Outcome.YIELDED, f"Handed back: {reason}.")
+    if of_earlier_boot(incident, ledger):
+        closed = ledger.close_incident(incident, Outcome.YIELDED, f"{REBOOTED}, so that nothing is owed any more.")
+    else:
+        reason = _started(incident.unit, ledger, systemd, theirs=theirs)
+        closed = ledger.close_incident(incident, Outcome.YIELDED, f"Handed back: {reason}.")
     alerts.send(alerts.closed(closed))
     tell(closed)
     ledger.told(closed)
     return f"{incident.unit}: {closed.reason}"
 
 
+def of_earlier_boot(incident: Incident, ledger: Ledger) -> bool:
+    """What runs after a reboot is what systemd starts at boot: nothing that was held before it is held any more."""
+    launch = ledger.launch(incident.invocation)
+    return launch is not None and launch.boot_id not in ("", processes.boot_id())
+
+
+def _started(unit: str, ledger: Ledger, systemd: Systemd, *, theirs: bool) -> str:
+    """Starts it where it is down, and says so. A file of ours that cannot be taken away costs no start."""
+    try:
+        undo_unloaded(systemd, ledger, unit, ledger.path.parent / override.FOLDER)
+    except (LedgerError, UnusableInput) as error:
+        log.error("what was not loaded could not be taken away", unit=unit, error=str(error))
+    if theirs or witness.saw_a_stop(systemd, ledger, systemd.snapshot(unit)):
+        return "the operator acted on it meanwhile"
+    started = start_if_down(systemd, unit)
+    return "started, because the watchdog ended in the middle" if started else "it runs already"
+
+
 def start_if_down(systemd: Systemd, unit: str) -> bool:
-    """Starts a unit that is down with no job queued. A queued job is the operator's, and is left alone."""
+    """Starts a unit that is down with no job queued. A queued job is the operator's, and is left alone; so is a host
+    that shuts down, which refuses every start."""
     systemd.ref(unit)  # one that is not enabled is forgotten between two calls otherwise
     snapshot = systemd.snapshot(unit)
     if not snapshot.ended or snapshot.job:
         return False
-    systemd.reset_failed(unit)
-    systemd.start(unit)
+    try:
+        systemd.reset_failed(unit)
+        systemd.start(unit)
+    except JobRefused as error:
+        log.info("no start", unit=unit, error=str(error))
+        return False
     return True

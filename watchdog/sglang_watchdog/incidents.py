@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
 from sglang_watchdog import witness
 from sglang_watchdog.cards import Cards
-from sglang_watchdog.domain.errors import BusLost, LedgerError, WatchdogError
+from sglang_watchdog.domain.errors import BusLost, LedgerError, UnusableInput, WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
 from sglang_watchdog.domain.gpu import GpuReading
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
@@ -22,7 +22,7 @@ from sglang_watchdog.domain.launch import Phase
 from sglang_watchdog.domain.secrets import redact_argv
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.hand_back import hand_back, owes_a_start, start_if_down
+from sglang_watchdog.hand_back import REBOOTED, hand_back, of_earlier_boot, owes_a_start, start_if_down
 from sglang_watchdog.host import processes
 from sglang_watchdog.host.server import address_of
 from sglang_watchdog.inquest import Inquest
@@ -49,11 +49,12 @@ def _came_through(intents: list[Intent]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The last step of a recovery, which lasts for as long as the server loads."""
+    """The last step of a recovery, which lasts for as long as the server loads. Monotonic seconds."""
 
     incident: Incident
     intent: int
     since: float
+    ready: float | None = None  # when the launch was first seen ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Incidents:
         self.jobs = OwnJobs()
         self._executor = Executor(unit, parts.systemd, parts.ledger, parts.metrics, self.jobs, pausing, progress)
         self.verifying: Verification | None = None
+        self._unwritten: dict[str, Incident] = {}  # over, and still open in a ledger that could not be written
 
     # What an earlier daemon left
 
@@ -105,7 +107,9 @@ class Incidents:
     async def _resume(self, incident: Incident, snapshot: UnitSnapshot, intents: list[Intent]) -> None:
         begun = {intent.step for intent in intents}
         same = snapshot.invocation == incident.invocation
-        if not begun:
+        if begun and of_earlier_boot(incident, self._parts.ledger):
+            self._after_reboot(incident, snapshot)
+        elif not begun:
             self._undone(incident, diagnose_again=snapshot.ended and same)
         elif not snapshot.ended:
             if Step.START in begun:
@@ -119,6 +123,16 @@ class Incidents:
             self._close(incident, Outcome.REPORTED, "The watchdog ended in the middle; nothing was held.")
         else:
             await self._take_up(incident, snapshot)
+
+    def _after_reboot(self, incident: Incident, snapshot: UnitSnapshot) -> None:
+        """Nothing is held any more, and what runs is what systemd started at boot, with an override where one lay there
+        by then. What is not enabled stays down: that is the operator's word for a reboot."""
+        runs = not snapshot.ended or snapshot.job_type == "start"
+        if runs and Step.VERIFY in incident.steps:
+            self._await_tokens(incident)
+        else:
+            what = "systemd starts it" if runs else "systemd has not started it again"
+            self._close(incident, Outcome.YIELDED, f"{REBOOTED}; {what}.")
 
     def _undone(self, incident: Incident, *, diagnose_again: bool) -> None:
         self._close(incident, Outcome.REPORTED, "The watchdog ended before it acted.")
@@ -252,19 +266,28 @@ class Incidents:
 
     def _handed_back(self, incident: Incident) -> str:
         """A unit that we had stopped is given the start that systemd would have given it, before we keep away."""
-        systemd, ledger = self._parts.systemd, self._parts.ledger
-        owed = self._executor.stopped and owes_a_start(ledger.intents(incident.id))
-        theirs = self.jobs.foreign or witness.saw_a_stop(systemd, ledger, systemd.snapshot(self._unit))
-        started = owed and not theirs and start_if_down(systemd, self._unit)
+        owed = self._executor.stopped and owes_a_start(self._parts.ledger.intents(incident.id))
+        started = owed and not self._is_theirs() and start_if_down(self._parts.systemd, self._unit)
         return "it was held, and is started before it is left alone" if started else "it is left as it is"
 
+    def _is_theirs(self) -> bool:
+        """Whether somebody but us has acted on the unit since it was held."""
+        systemd = self._parts.systemd
+        stopped = witness.saw_a_stop(systemd, self._parts.ledger, systemd.snapshot(self._unit))
+        return bool(self.jobs.foreign) or stopped
+
     def _give_back(self, incident: Incident, error: LedgerError) -> None:
-        """Without a ledger no intent can be recorded, so no further step is taken: systemd gets its unit back."""
+        """Without a ledger no intent can be recorded, so no further step is taken: systemd gets its unit back, where we
+        had taken its restart away and nobody else has acted since."""
         log.error("the ledger was lost in the middle", unit=self._unit, incident=incident.id, error=str(error))
-        self._parts.metrics.sees(Sense.LEDGER, well=False)
-        self._overriding.undo_unloaded()
-        if not self.jobs.foreign:
-            start_if_down(self._parts.systemd, self._unit)
+        try:
+            self._overriding.undo_unloaded()
+        except (LedgerError, UnusableInput) as also:
+            log.error("what was not loaded could not be taken away", unit=self._unit, error=str(also))
+        owed = self._executor.stopped and not self._is_theirs()
+        started = owed and start_if_down(self._parts.systemd, self._unit)
+        what = "the unit was held, and is started" if started else "the unit is left as it is"
+        self._close(incident, Outcome.FAILED, f"{error}; {what}, and a human has to look.")
 
     def _doomed(self, failed: Failed, snapshot: UnitSnapshot) -> bool:
         """systemd's automatic restart (its counter grew, which a start by hand sets to 0) of the very command that has
@@ -291,7 +314,7 @@ class Incidents:
     def _await_tokens(self, incident: Incident) -> None:
         self._verified(Outcome.FAILED, "Another incident began before it was over.")
         intent = self._parts.ledger.begin(incident.id, Step.VERIFY)
-        self.verifying = Verification(incident, intent, self._parts.clock.now())
+        self.verifying = Verification(incident, intent, self._parts.clock.monotonic())
 
     def served(self, launch: LaunchWatch) -> None:
         """Tokens came from the unit's own process: what was awaited, or what the operator started instead."""
@@ -314,19 +337,21 @@ class Incidents:
     def check(self, snapshot: UnitSnapshot, launch: LaunchWatch | None) -> None:
         """Ends a verification that came to nothing. Until it is ready a start may take its time; from then on tokens
         have to come soon."""
+        for closed in self._write_down():
+            self._parts.ledger.told(closed)
         if self.verifying is None:
             return
-        now, verifying = self._parts.clock.now(), self.verifying
+        now, verifying = self._parts.clock.monotonic(), self.verifying
         no_launch = snapshot.ended and not snapshot.job and snapshot.invocation == verifying.incident.invocation
         if no_launch and now - verifying.since > _NO_LAUNCH_AFTER_S:
             self._verified(Outcome.FAILED, f"The start brought no launch; the unit is {snapshot.active_state}.")
             return
-        marks = launch.timeline.phases if launch and launch.ended is None else ()
-        ready = next((mark.time for mark in marks if mark.phase is Phase.READY), None)
+        if verifying.ready is None and launch and launch.ended is None and launch.timeline.reached(Phase.READY):
+            verifying = self.verifying = replace(verifying, ready=now)
         begun, allowed, what = (
             (verifying.since, self._settings.start_deadline, "the start")
-            if ready is None
-            else (max(ready, verifying.since), self._settings.verify_deadline, "it said that it was ready")
+            if verifying.ready is None
+            else (verifying.ready, self._settings.verify_deadline, "it said that it was ready")
         )
         if now - begun > allowed:
             self._verified(Outcome.FAILED, f"No tokens within {allowed:.0f} s since {what}; it is left as it is.")
@@ -336,13 +361,16 @@ class Incidents:
             return
         verifying, self.verifying = self.verifying, None
         good = outcome in (Outcome.CONTAINED, Outcome.RECOVERED)
-        self._parts.ledger.finish(verifying.intent, "done" if good else "failed")
-        took = self._parts.clock.now() - verifying.since
+        with contextlib.suppress(LedgerError):  # the incident, which says the same, is closed all the same
+            self._parts.ledger.finish(verifying.intent, "done" if good else "failed")
+        took = self._parts.clock.monotonic() - verifying.since
         self._parts.metrics.step_seconds.labels(self._unit, Step.VERIFY).observe(took)
         self._close(verifying.incident, outcome, sentence)
 
     def _close(self, incident: Incident, outcome: Outcome, reason: str) -> None:
-        closed = self._parts.ledger.close_incident(incident, outcome, reason)
+        closed = replace(incident, outcome=outcome, closed=self._parts.clock.now(), reason=reason)
+        self._unwritten[incident.id] = closed
+        self._write_down()
         self._parts.metrics.closed(closed)
         self._tell(closed)
 
@@ -350,4 +378,26 @@ class Incidents:
         self._parts.hooks.tell(Event.CLOSED, closed)
         if closed.outcome is not Outcome.REPORTED or closed.steps:
             alerts.send(alerts.closed(closed))
-        self._parts.ledger.told(closed)
+        if not self.is_over(closed.id):
+            with contextlib.suppress(LedgerError):  # it is told again, which is the lesser evil
+                self._parts.ledger.told(closed)
+
+    def _write_down(self) -> list[Incident]:
+        """Closes in the ledger what is over, and returns it. Tried again each turn, since an open incident would be
+        taken up, or its unit be handed back, long after somebody stopped it."""
+        written = []
+        for closed in tuple(self._unwritten.values()):
+            try:
+                self._parts.ledger.close_incident(closed, closed.outcome)
+            except LedgerError as error:
+                log.error("observing only", unit=self._unit, error=str(error))
+                self._parts.metrics.sees(Sense.LEDGER, well=False)
+                break
+            del self._unwritten[closed.id]
+            written.append(closed)
+            self._parts.metrics.sees(Sense.LEDGER, well=self._parts.may_act)
+        return written
+
+    def is_over(self, incident: str) -> bool:
+        """Whether it is, though the ledger still has it open."""
+        return incident in self._unwritten

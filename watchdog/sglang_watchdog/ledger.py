@@ -9,7 +9,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,7 +51,7 @@ CREATE TABLE untold (incident TEXT PRIMARY KEY REFERENCES incidents) STRICT;
 CREATE TABLE reloads_owed (unit TEXT PRIMARY KEY) STRICT;
 """
 _STEPS = (_SCHEMA, _SINCE_2, _SINCE_3)  # from nothing to 1, from 1 to 2, from 2 to 3
-_NEWEST_INCIDENTS = "SELECT id FROM incidents WHERE unit=:unit ORDER BY opened DESC LIMIT :keep"
+_NEWEST_INCIDENTS = "SELECT id FROM incidents WHERE unit=:unit ORDER BY rowid DESC LIMIT :keep"
 # A start counts against the day's budget, and a loop of failures makes a thousand incidents in less.
 _OF_TODAY = "SELECT incident FROM intents WHERE step='start' AND begun>:now-86400"
 _OLD_INCIDENTS = f"unit=:unit AND outcome<>:open AND id NOT IN ({_NEWEST_INCIDENTS}) AND id NOT IN ({_OF_TODAY})"
@@ -166,7 +166,8 @@ class Ledger:
 
     def close_incident(self, incident: Incident, outcome: Outcome, reason: str = "") -> Incident:
         """Nobody was told of its end yet: `told` says when somebody was."""
-        closed = replace(incident, outcome=outcome, closed=time.time(), reason=reason or incident.reason)
+        when = incident.closed or time.time()
+        closed = replace(incident, outcome=outcome, closed=when, reason=reason or incident.reason)
         try:
             with self._transaction():
                 self._write("INSERT OR IGNORE INTO untold VALUES (?)", (incident.id,))
@@ -188,9 +189,10 @@ class Ledger:
         return [self._loaded(Incident, "incidents", row[0]) for row in rows]
 
     def incidents(self, unit: str | None = None, limit: int = 50) -> list[Incident]:
-        """Newest first; of all units where `unit` is None."""
+        """Newest first, by the order in which they were opened and not by the clock, which may be set back; of all
+        units where `unit` is None."""
         rows = self._rows(
-            "SELECT record FROM incidents WHERE ?1 IS NULL OR unit=?1 ORDER BY opened DESC LIMIT ?2", (unit, limit)
+            "SELECT record FROM incidents WHERE ?1 IS NULL OR unit=?1 ORDER BY rowid DESC LIMIT ?2", (unit, limit)
         )
         return [self._loaded(Incident, "incidents", row[0]) for row in rows]
 
@@ -198,13 +200,13 @@ class Ledger:
         """Incidents whose plan puts another config in force, opened from `since` on (Unix seconds), newest first."""
         rows = self._rows(
             "SELECT record FROM incidents WHERE unit=? AND opened>=? AND json_extract(record, '$.target') IS NOT NULL "
-            "ORDER BY opened DESC",
+            "ORDER BY rowid DESC",
             (unit, since),
         )
         return [self._loaded(Incident, "incidents", row[0]) for row in rows]
 
     def open_incidents(self) -> list[Incident]:
-        rows = self._rows("SELECT record FROM incidents WHERE outcome=? ORDER BY opened", (Outcome.OPEN,))
+        rows = self._rows("SELECT record FROM incidents WHERE outcome=? ORDER BY rowid", (Outcome.OPEN,))
         return [self._loaded(Incident, "incidents", row[0]) for row in rows]
 
     def begin(self, incident: str, step: Step) -> int:
@@ -220,12 +222,13 @@ class Ledger:
     def intent(self, incident: str, step: Step) -> Iterator[None]:
         """Records the step before the body runs and its outcome, `done` or `failed`, after it."""
         intent = self.begin(incident, step)
-        outcome = "failed"
         try:
             yield
-            outcome = "done"
-        finally:
-            self.finish(intent, outcome)
+        except BaseException:
+            with suppress(LedgerError):  # why the step ended (the operator's stop, say) must not be lost over it
+                self.finish(intent, "failed")
+            raise
+        self.finish(intent, "done")
 
     def intents(self, incident: str) -> list[Intent]:
         rows = self._rows(

@@ -11,54 +11,56 @@ from sglang_watchdog.ledger import Ledger
 
 
 class Pausing:
-    """Of one unit. Times are Unix seconds."""
+    """Of one unit. Times are Unix seconds. In one daemon a pause is as long as was asked for, whatever is done to the
+    clock meanwhile; over a restart of the daemon it can only go by the clock, and is never longer."""
 
     def __init__(self, unit: str, ledger: Ledger, clock: Clock) -> None:
         self._unit = unit
         self._ledger = ledger
         self._clock = clock
-        self._span = ledger.pause(unit)
+        span, now = ledger.pause(unit), clock.now()
+        self._since = span[0] if span is not None else None
+        self._ends = clock.monotonic() + min(span[1] - now, span[1] - span[0]) if span is not None else 0.0
         self.begun = asyncio.Event()  # set while a pause lasts: a step that is under way is given up then
         if self.active:
             self.begun.set()
 
     @property
     def active(self) -> bool:
-        return self._span is not None and self._clock.now() < self._span[1]
+        return self._since is not None and self._clock.monotonic() < self._ends
 
     @property
     def over(self) -> bool:
         """It has come to its time and was not ended yet."""
-        return self._span is not None and not self.active
+        return self._since is not None and not self.active
 
     @property
     def left(self) -> float | None:
         """Seconds to its time; None where there is no pause."""
-        return None if self._span is None else max(0.0, self._span[1] - self._clock.now())
+        return None if self._since is None else max(0.0, self._ends - self._clock.monotonic())
 
     @property
     def until(self) -> float | None:
-        return self._span[1] if self._span is not None and self.active else None
+        return self._clock.now() + self._ends - self._clock.monotonic() if self.active else None
 
     def begin(self, seconds: float) -> None:
         now = self._clock.now()
-        since = self._span[0] if self._span is not None else now
-        self._ledger.save_pause(self._unit, since, now + seconds)
-        self._span = since, now + seconds
+        self._since = now if self._since is None else self._since
+        self._ends = self._clock.monotonic() + seconds
+        self._ledger.save_pause(self._unit, self._since, now + seconds)
         self.begun.set()
 
     def end(self) -> float | None:
         """Returns since when it was; None where there was none."""
-        span, self._span = self._span, None
+        since, self._since = self._since, None
         self.begun.clear()
-        if span is None:
-            return None
-        self._ledger.end_pause(self._unit)
-        return span[0]
+        if since is not None:
+            self._ledger.end_pause(self._unit)
+        return since
 
     def in_words(self) -> str:
         """`paused until …`; empty where it is not."""
-        return f"paused until {in_words(self._span[1])}" if self._span is not None and self.active else ""
+        return f"paused until {in_words(self.until)}" if self.until is not None else ""
 
 
 def in_words(time: float) -> str:

@@ -36,7 +36,7 @@ class Standing(StrEnum):
 
 
 class Proof:
-    """Of one launch. `now` is Unix seconds everywhere."""
+    """Of one launch. `now` is monotonic seconds everywhere: a clock that is set makes no soak shorter or longer."""
 
     def __init__(self, argv: tuple[str, ...], settings: UnitSettings) -> None:
         host, port = address_of(argv)
@@ -44,7 +44,8 @@ class Proof:
         self._server = Server(settings.url or f"http://{host}:{port}", _api_key(argv, settings))
         self._soak = settings.soak
         self.standing = Standing.NOT_READY
-        self.serving_since = 0.0
+        self._serving_since = 0.0
+        self._served_at = 0.0
         self._next_probe = 0.0
         self._traffic_since = math.inf
 
@@ -58,7 +59,7 @@ class Proof:
 
     def due(self, now: float) -> bool:
         """Whether a probe is to be sent: until it serves, and once more when it has soaked."""
-        soaked = self.standing is Standing.SERVING and now - self.serving_since >= self._soak
+        soaked = self.standing is Standing.SERVING and now - self._serving_since >= self._soak
         return now >= self._next_probe and (soaked or self.standing is Standing.NOT_READY)
 
     async def generates(self, snapshot: UnitSnapshot, now: float) -> bool:
@@ -70,17 +71,18 @@ class Proof:
             return False
         return (await self._server.generate(PROBE_DEADLINE_S)).tokens > 0
 
-    def served(self, now: float) -> None:
+    def served(self, now: float, at: float) -> None:
+        """`at` is the same moment in Unix seconds, as the journal has them."""
         self.standing = Standing.SERVING
-        self.serving_since = now
+        self._serving_since, self._served_at = now, at
 
     def refuse(self) -> None:
         """It serves, but soaking proves nothing of it (a degraded start)."""
         self.standing = Standing.REFUSED
 
     def saw(self, decoded_at: float, now: float) -> None:
-        """`decoded_at`: when the server last logged a decode batch, 0 for never."""
-        if self.serving and decoded_at > self.serving_since:
+        """`decoded_at`: when the server last logged a decode batch, in Unix seconds, 0 for never."""
+        if self.serving and decoded_at > self._served_at:
             self._traffic_since = min(self._traffic_since, now)
 
     @property
@@ -94,7 +96,7 @@ class Proof:
 
     def vouched(self) -> None:
         """A person says that it holds, under traffic."""
-        self._traffic_since = min(self._traffic_since, self.serving_since)
+        self._traffic_since = min(self._traffic_since, self._serving_since)
 
     def proven(self) -> None:
         self.standing = Standing.PROVEN if self.traffic else Standing.IDLE

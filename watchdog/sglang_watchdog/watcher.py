@@ -241,7 +241,7 @@ class UnitWatcher:
     async def _prove(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> None:
         if self.proof is None and launch.raw_argv and launch.timeline.reached(Phase.READY):
             self.proof = Proof(launch.raw_argv, self.settings)
-        proof, now = self.proof, self._parts.clock.now()
+        proof, now = self.proof, self._parts.clock.monotonic()
         if proof is None:
             return
         proof.saw(launch.decoded_at, now)
@@ -257,7 +257,7 @@ class UnitWatcher:
             self._serving(launch, snapshot, proof)
 
     def _serving(self, launch: LaunchWatch, snapshot: UnitSnapshot, proof: Proof) -> None:
-        proof.served(self._parts.clock.now())
+        proof.served(self._parts.clock.monotonic(), self._parts.clock.now())
         self.incidents.served(launch)
         self._parts.metrics.runs(self.unit, launch.config)
         log.info("serving", unit=self.unit, invocation=launch.invocation, config=launch.config.describe())

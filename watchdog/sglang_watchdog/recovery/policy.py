@@ -249,9 +249,13 @@ def _left(facts: Facts) -> Iterable[SpeculationConfig]:
 
 
 def _spent(facts: Facts) -> str:
-    """Why no start is allowed now. The cool-down counts from the attempt, not from its end: that may never come."""
+    """Why no start is allowed now. The cool-down counts from the attempt, not from its end: that may never come.
+
+    Where the clock was set back, starts and proofs may lie in the future. Such starts count, and such a proof clears
+    nothing: nobody can tell which of the starts it came after."""
     done, budget = facts.starts, facts.budget
-    if _since(done, max(facts.now - budget.window, facts.proven)) >= budget.rollbacks:
+    proven = facts.proven if facts.proven <= facts.now else 0.0
+    if _since(done, max(facts.now - budget.window, proven)) >= budget.rollbacks:
         return f"{budget.rollbacks} recoveries in {budget.window / 60:.0f} minutes are used up"
     if _since(done, facts.now - DAY_S) >= budget.per_day:
         return f"{budget.per_day} recoveries in one day are used up"
