@@ -1,9 +1,11 @@
 """One failure after another under the shipped service on a real systemd: the right class, and the right thing done."""
 
+import json
+
 import pytest
 
 from lab_product.conftest import GIB, Inference, deploy, override, proven
-from lab_product.installed import CARDS, PYTHON, STATE
+from lab_product.installed import CARDS, INSTALLED, PYTHON, SERVICE, STATE
 from lab_product.sglang_unit import Way
 from sim_nvml import SimNvml
 from waiting import wait_until
@@ -89,6 +91,23 @@ def test_memory_that_a_stranger_holds_is_named_and_the_stranger_lives(inference:
         assert stranger.alive()
         assert host.alerts(ACTION="free") == []
         host.host.systemctl("stop", host.unit, check=False)
+
+
+def test_diagnose_says_of_every_launch_what_the_daemon_said(inference: Inference) -> None:
+    """Also where NVML alone proves it: the ledger remembers what was on the cards."""
+    with inference(settings=OBSERVING, restart="no") as host:
+        proven(host)
+        with host.bystander(0, 40 * GIB):
+            deploy(host, 10)
+            host.wait_alert(CLASS="gpu_memory_held")
+        host.restart(wait=False)
+        host.wait_alert(CLASS="kv_cache_oom")
+        host.host.systemctl("stop", SERVICE)
+        listed = json.loads(host.host.run(INSTALLED, "diagnose", host.unit, "--all", "--json").stdout)
+        by_daemon = {incident["invocation"]: incident["class"] for incident in host.history()["incidents"]}
+        assert {one["invocation"]: one["class"] for one in listed if one["invocation"] in by_daemon} == by_daemon
+        assert [one["class"] for one in listed[:3]] == ["kv_cache_oom", "gpu_memory_held", "requested_stop"]
+        assert [one["rollback_helps"] for one in listed[:3]] == [True, None, False]
 
 
 def test_a_left_over_of_the_unit_is_ended_and_the_same_config_serves(inference: Inference) -> None:

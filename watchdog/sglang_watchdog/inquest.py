@@ -9,13 +9,14 @@ import structlog
 
 from sglang_watchdog import witness
 from sglang_watchdog.cards import Cards
+from sglang_watchdog.compared import compared_with
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.engine import diagnose
 from sglang_watchdog.domain.errors import WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.incident import Incident
 from sglang_watchdog.domain.known_good import Ceiling, KnownGood, base_of
-from sglang_watchdog.domain.launch import Definition, Launch, MemoryFigures
+from sglang_watchdog.domain.launch import Definition, Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.host import unit_files
@@ -91,7 +92,7 @@ class Inquest:
 
     def diagnose(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> Diagnosis:
         """Why the launch ended, or, where it runs, what is surprising about it."""
-        known_good = self._known_good(launch)
+        compared = compared_with(self._parts.ledger, self._unit, self.base(launch))
         return diagnose(
             Case(
                 unit=snapshot,
@@ -99,15 +100,15 @@ class Inquest:
                 launch=launch.record(),
                 gpu_before=launch.gpu_before,
                 held_before=launch.held_before,
-                held_when_proven=self._held_when_proven(known_good),
-                memory_when_proven=self._memory_when_proven(known_good),
+                held_when_proven=compared.held,
+                memory_when_proven=compared.memory,
                 loaded=launch.definition,
                 on_disk=unit_files.definition_on_disk(snapshot),
                 disk_changed=unit_files.disk_changed(snapshot),
                 intended=self._intended(snapshot),
                 shadowed=unit_files.shadowed_config(snapshot, self.managed),
                 surprise_told=launch.surprise_told,
-                known_good=known_good[0].config if known_good else None,
+                known_good=compared.config,
                 has_ledger=True,
                 managed=self.managed,
             )
@@ -198,16 +199,6 @@ class Inquest:
         no definition anybody believed in."""
         unloaded = snapshot.need_daemon_reload and self._parts.ledger.override(self._unit) is not None
         return None if unloaded or self._obstacle(snapshot) else unit_files.intended_config(snapshot, self.managed)
-
-    def _held_when_proven(self, known_good: list[KnownGood]) -> dict[int, int] | None:
-        proof = self._parts.ledger.launch(known_good[0].invocation) if known_good else None
-        if proof is None or proof.gpu_before is None:
-            return None
-        return {gpu.index: sum(holder.used_bytes for holder in gpu.holders) for gpu in proof.gpu_before.gpus}
-
-    def _memory_when_proven(self, known_good: list[KnownGood]) -> MemoryFigures | None:
-        proof = self._parts.ledger.launch(known_good[0].invocation) if known_good else None
-        return proof.memory if proof else None
 
     def _known_good(self, launch: LaunchWatch) -> list[KnownGood]:
         return self._parts.ledger.known_good(self._unit, self.base(launch))

@@ -10,20 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_watchdog.cli.answer import MOST_LAUNCHES, Answer, answer, newest_first
+from sglang_watchdog.compared import Compared, compared_with
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.entries import read_journal
 from sglang_watchdog.diagnosis.formats import lines_of
 from sglang_watchdog.diagnosis.launches import read_launch, read_launches
 from sglang_watchdog.diagnosis.show import parse_show
+from sglang_watchdog.diagnosis.timeline import Timeline
 from sglang_watchdog.domain.errors import LedgerError, UnusableInput, WatchdogError
 from sglang_watchdog.domain.journal import MessageId
+from sglang_watchdog.domain.known_good import base_of
 from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import override, unit_files
 from sglang_watchdog.host.journal import READING, matches_of
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
-from sglang_watchdog.settings import Settings, load
+from sglang_watchdog.settings import Settings, UnitSettings, load
 
 _SHOW_S = 20
 _SYNC_S = 5  # a journald that takes longer is told nothing new by waiting
@@ -35,18 +38,17 @@ _NAMELESS = ("--since=-1d",)
 
 def diagnose_live(unit: str, invocation: str, config: Path, *, explain: bool = False) -> Answer:
     """The diagnosis of a unit of this host: its newest launch that ended, or the one that `invocation` names."""
-    return answer(live_case(unit, invocation, _settings(config).state_dir), unit, explain=explain)
+    return answer(live_case(unit, invocation, _settings(config)), unit, explain=explain)
 
 
 def list_live(unit: str, config: Path, *, explain: bool = False) -> list[Answer]:
     """The diagnoses of every launch of the unit that the journal still holds, newest first; of very many the newest."""
-    snapshot, state_dir = _show(unit), _settings(config).state_dir
+    snapshot, settings = _show(unit), _settings(config)
     name = snapshot.name or unit
     matches = [f"_SYSTEMD_UNIT={name}", "+", f"UNIT={name}", "+", "_TRANSPORT=kernel", "+", _OOMD]
     answers: deque[Answer] = deque(maxlen=MOST_LAUNCHES)
     for timeline in read_launches(read_journal(_journalctl(matches), "the journal"), name):
-        case = Case(timeline=timeline, unit=snapshot, launch=_recorded(state_dir, timeline.invocation))
-        answers.append(answer(case, name, explain=explain))
+        answers.append(answer(_case(timeline, snapshot, settings), name, explain=explain))
     return newest_first(list(answers), name)
 
 
@@ -54,7 +56,7 @@ def _settings(config: Path) -> Settings:
     return load(config) if config.exists() else Settings()
 
 
-def live_case(unit: str, invocation: str, state_dir: Path) -> Case:
+def live_case(unit: str, invocation: str, settings: Settings) -> Case:
     """What is known of the newest ended launch of the unit, or of the one that `invocation` names."""
     snapshot = _show(unit)
     if not snapshot.loaded and not invocation:
@@ -63,12 +65,27 @@ def live_case(unit: str, invocation: str, state_dir: Path) -> Case:
     chosen = invocation or (snapshot.invocation if snapshot.ended else "")
     matches = matches_of(chosen) if chosen else [*_NAMELESS, f"_SYSTEMD_UNIT={name}", "+", f"UNIT={name}"]
     timeline = read_launch(read_journal(_journalctl(matches), "the journal"), chosen, name)
+    return _case(timeline, snapshot, settings)
+
+
+def _case(timeline: Timeline, snapshot: UnitSnapshot, settings: Settings) -> Case:
+    """The launch with all that the daemon would know of it, as far as the ledger remembers."""
+    managed = settings.units.get(snapshot.name, UnitSettings()).managed_flags
+    launch, compared = _remembered(timeline.invocation, settings.state_dir, managed)
     return Case(
         timeline=timeline,
         unit=snapshot,
-        launch=_recorded(state_dir, timeline.invocation),
+        launch=launch,
+        gpu_before=launch.gpu_before if launch else None,
+        held_before=launch.held_before if launch else (),
+        held_when_proven=compared.held,
+        memory_when_proven=compared.memory,
+        loaded=launch.definition if launch else None,
         disk_changed=unit_files.disk_changed(snapshot),
-        intended=_intended(snapshot, state_dir),
+        intended=_intended(snapshot, settings.state_dir),
+        known_good=compared.config,
+        has_ledger=launch is not None,
+        managed=managed,
     )
 
 
@@ -127,12 +144,31 @@ def _journalctl(matches: list[str]) -> Iterator[bytes]:
         raise WatchdogError(f"journalctl ended with status {status}: {words}")
 
 
-def _recorded(state_dir: Path, invocation: str) -> Launch | None:
+def _remembered(invocation: str, state_dir: Path, managed: frozenset[str]) -> tuple[Launch | None, Compared]:
+    """What the ledger has of a launch, and of the proof that it is compared with."""
     try:
         ledger = Ledger.open(state_dir / LEDGER_NAME, read_only=True)
     except LedgerError:
-        return None  # no daemon ever ran here, or not for us to read: the journal alone has to do
+        return None, Compared()  # no daemon ever ran here, or not for us to read: the journal alone has to do
     try:
-        return ledger.launch(invocation)
+        launch = ledger.launch(invocation)
+        base = _base_of(launch, managed) if launch else ""
+        return launch, compared_with(ledger, launch.unit, base) if launch and base else Compared()
     finally:
         ledger.close()
+
+
+def _base_of(launch: Launch, managed: frozenset[str]) -> str:
+    """As the daemon had it; empty where the cards, the command or the model's files could not be read then."""
+    before = launch.gpu_before
+    if before is None or not launch.argv or launch.model_digest is None:
+        return ""
+    uuids = [gpu.uuid for gpu in before.gpus]
+    return base_of(
+        launch.argv,
+        managed,
+        version=launch.version,
+        driver=before.driver,
+        gpus=uuids,
+        model_digest=launch.model_digest,
+    )
