@@ -40,6 +40,8 @@ class SglangUnit:
     restart_s: float = 1.0
     start_limit_s: float = 0.0
     wanted_by: str = ""
+    wrapper: tuple[str, ...] = ()
+    """Words before the server's command, of one that starts it (`podman run …`)."""
     environment: dict[str, str] = field(default_factory=dict)
     service: tuple[str, ...] = ()
     """More lines of [Service]."""
@@ -85,7 +87,7 @@ class SglangUnit:
     def _command(self) -> list[str]:
         key = ("--api-key", self.api_key) if self.api_key else ()
         address = ("--host", "127.0.0.1", "--port", str(self.port))
-        argv = command("--model-path", MODEL, "--tp-size", str(self.tp), *address, *key, *self.flags)
+        argv = [*self.wrapper, *command("--model-path", MODEL, "--tp-size", str(self.tp), *address, *key, *self.flags)]
         match self.way:
             case Way.DROP_IN:
                 return [f"ExecStart={shlex.join((*argv, *self.speculation))}"]

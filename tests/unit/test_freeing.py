@@ -2,11 +2,12 @@
 
 import pytest
 
+from sglang_watchdog.domain.container import Container, Engine
 from sglang_watchdog.domain.gpu import Gpu, GpuHolder, GpuReading, GpuUnknown
 from sglang_watchdog.domain.launch import ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership, Proof
 from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.recovery.freed import sentences
+from sglang_watchdog.recovery.freed import out_of_reach, sentences
 from sglang_watchdog.recovery.freeing import MIB, Means, Patience, Stage, free_plan, is_clean, next_stage
 
 GIB = 1024 * MIB
@@ -229,3 +230,44 @@ def test_of_a_holder_of_another_pid_namespace_it_is_said_who_can_end_it() -> Non
 def test_a_holder_that_comes_back_each_time_is_told_so() -> None:
     said = " ".join(sentences(free_plan(IDLE, {}), (), Stage.RESPAWNED))
     assert "find and stop what supervises them" in said
+
+
+# Containers
+
+
+CONTAINER = Container("c3" * 32, Engine.PODMAN)
+INSIDE = {
+    pid: Ownership(Owner.OURS, "recorded", ProcessId(pid, pid), Proof.CONTAINER, container=CONTAINER)
+    for pid in (80, 81)
+}
+
+
+def test_a_container_is_ended_by_its_engine() -> None:
+    plan = free_plan(reading(card({80: GIB, 81: GIB, STRANGER: GIB})), VERDICTS | INSIDE, whole_group=True)
+    assert [(ending.process.pid, ending.means, ending.container) for ending in plan.end] == [
+        (80, Means.ENGINE, CONTAINER),
+        (81, Means.ENGINE, CONTAINER),
+    ]
+    assert [spared.pid for spared in plan.spared] == [STRANGER]
+    said = " ".join(sentences(plan, plan.end, Stage.FREED))
+    assert "left-over podman container c3c3c3c3c3c3 was ended through its engine (processes 80, 81, 2.0 GiB)" in said
+
+
+@pytest.mark.parametrize("owner", [Owner.STRANGER, Owner.UNKNOWN])
+def test_a_container_with_somebody_in_it_who_is_spared_is_left_alone(owner: Owner) -> None:
+    somebody = {82: Ownership(owner, "outlives an engine by design", ProcessId(82, 82), container=CONTAINER)}
+    plan = free_plan(reading(card({80: GIB, 82: GIB})), INSIDE | somebody)
+    assert plan.end == ()
+    assert [(spared.pid, spared.owner) for spared in plan.spared] == [(80, Owner.OURS), (82, owner)]
+    assert "process 82 in it is spared" in plan.spared[0].reason
+
+
+def test_without_an_engine_a_container_is_named_with_what_a_person_can_do() -> None:
+    plan = free_plan(reading(card({80: GIB, 30: GIB})), VERDICTS | INSIDE, silent={CONTAINER.id: "podman is away"})
+    assert [ending.process for ending in plan.end] == [WORKER]
+    assert "process 80 with 1.0 GiB (recorded, but podman is away); `podman kill c3c3c3c3c3c3` ends it" in out_of_reach(
+        plan
+    )
+    said = " ".join(sentences(plan, plan.end, Stage.NOT_RELEASED))
+    assert "not free before `podman kill c3c3c3c3c3c3`" in said
+    assert out_of_reach(free_plan(reading(card({30: GIB, STRANGER: GIB})), VERDICTS)) == ""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_watchdog.domain.container import Container, Engine
 from sglang_watchdog.domain.launch import Launch, Phase, ProcessId, RecordedProcess
 from sglang_watchdog.domain.ownership import Ancestor, Owner, ProcessFacts, Proof
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
@@ -343,3 +344,53 @@ def test_without_a_ledger_only_the_cgroup_of_a_unit_that_is_down_proves_anything
     facts: ProcessFacts, unit: UnitSnapshot
 ) -> None:
     assert verdict(facts, unit, ()).proof in (None, Proof.CGROUP)
+
+
+# Containers
+
+
+CONTAINER = Container("c3" * 32, Engine.PODMAN)
+SCOPE = f"/machine.slice/libpod-{CONTAINER.id}.scope/container"
+INSIDE = ProcessId(4250, 900_200)
+IN_CONTAINER = replace(ENDED, processes=(RecordedProcess(INSIDE, "python3", Phase.SERVING),), containers=(CONTAINER,))
+
+
+def test_a_process_recorded_in_a_container_of_the_ended_launch_is_ours_with_the_container() -> None:
+    found = verdict(process(INSIDE, SCOPE), DOWN, (IN_CONTAINER,))
+    assert (found.owner, found.proof, found.container) == (Owner.OURS, Proof.CONTAINER, CONTAINER)
+
+
+def test_a_child_that_came_after_the_launch_had_ended_is_ours_by_its_parent() -> None:
+    child = process(ORPHAN, SCOPE, started=99_999.0, ancestors=(Ancestor(INSIDE, "python3"), INIT))
+    assert verdict(child, DOWN, (IN_CONTAINER,)).proof is Proof.CONTAINER
+
+
+def test_a_later_run_of_the_same_container_is_somebodys() -> None:
+    again = process(
+        ORPHAN, SCOPE, invocation=ENDED.invocation, ancestors=(Ancestor(ProcessId(4400, 960_000), "conmon"),)
+    )
+    found = verdict(again, DOWN, (IN_CONTAINER,))
+    assert (found.owner, found.container) == (Owner.STRANGER, CONTAINER)
+
+
+def test_a_container_of_the_launch_that_runs_is_of_that_launch() -> None:
+    running = replace(RUNNING, containers=(CONTAINER,))
+    assert verdict(process(INSIDE, SCOPE), UP, (IN_CONTAINER, running)).owner is Owner.CURRENT_LAUNCH
+
+
+def test_a_container_that_no_launch_started_is_a_strangers_whatever_is_recorded() -> None:
+    bare = replace(IN_CONTAINER, containers=())
+    assert verdict(process(INSIDE, SCOPE), DOWN, (bare,)).owner is Owner.STRANGER
+    others = SCOPE.replace("c3", "d4")
+    assert verdict(process(INSIDE, others), DOWN, (IN_CONTAINER,)).owner is Owner.STRANGER
+
+
+def test_a_container_of_another_unit_is_a_strangers() -> None:
+    theirs = replace(IN_CONTAINER, unit="other.service")
+    assert verdict(process(INSIDE, SCOPE), DOWN, (theirs,)).owner is Owner.STRANGER
+
+
+def test_what_is_spared_is_spared_in_a_container_too() -> None:
+    cache = process(INSIDE, SCOPE, argv=("python3", "-m", "sglang.srt.weight_cache.daemon"))
+    found = verdict(cache, DOWN, (IN_CONTAINER,))
+    assert (found.owner, found.container) == (Owner.STRANGER, CONTAINER)

@@ -104,6 +104,10 @@ def test_a_stop_timeout_frees_left_overs_and_starts_nothing() -> None:
 class TestHeldMemory:
     VERDICT = diagnosis(FailureClass.GPU_MEMORY_HELD)
 
+    def test_left_overs_that_only_a_person_can_end_are_named(self) -> None:
+        plan = decide(self.VERDICT, replace(FACTS, out_of_reach="`podman kill c3` ends it."))
+        assert (plan.steps, plan.reason) == ((), "`podman kill c3` ends it.")
+
     def test_own_left_overs_are_freed_and_the_same_config_is_tried_once(self) -> None:
         plan = decide(self.VERDICT, replace(FACTS, left_overs=True))
         assert plan.steps == (Step.HOLD, Step.FREE, Step.START, Step.VERIFY)

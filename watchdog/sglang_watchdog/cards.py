@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from sglang_watchdog.domain.container import Container
 from sglang_watchdog.domain.gpu import GpuAnswer, GpuReading, GpuUnknown, HeldMemory
 from sglang_watchdog.domain.launch import Launch, ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership, ProcessFacts, Proof
 from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.host import processes, surroundings
+from sglang_watchdog.host import containers, processes, surroundings
 from sglang_watchdog.host.processes import SignalOutcome
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.recovery.freed import sentences
@@ -95,10 +96,10 @@ class Cards:
         """Whose each holder is, by pid."""
         return await self._judge(_listed(reading), snapshot or self._parts.systemd.snapshot(self._unit))
 
-    async def left_overs(self, snapshot: UnitSnapshot) -> bool:
-        """Whether a proven process of an ended launch lives on and holds memory."""
-        look = await self._look(await self.read(), snapshot)
-        return any(processes.lives(ending.process) for ending in look.plan.end)
+    async def left_overs(self, snapshot: UnitSnapshot) -> FreePlan:
+        """What is proven to be of an ended launch, lives on and holds memory, and who else does."""
+        plan = (await self._look(await self.read(), snapshot)).plan
+        return replace(plan, end=tuple(ending for ending in plan.end if processes.lives(ending.process)))
 
     async def free(self, baseline: GpuReading | None, *, patience: Patience | None = None) -> str:
         """Ends what is proven ours and waits until NVML has the bytes back. Returns sentences: what was ended, what was
@@ -157,12 +158,24 @@ class Cards:
             verdicts |= await self._judge(hidden, snapshot)
             unlisted |= hidden
         above = await self._judge(self._above(verdicts), snapshot)
+        silent = await self._silent(verdicts)
         proven = {pid: ownership for pid, ownership in above.items() if ownership.owner is Owner.OURS}
         verdicts |= proven
         unlisted |= set(proven)
-        whole_group = snapshot.stop_ends_all
-        plan = free_plan(reading, verdicts, baseline, whole_group=whole_group, unlisted=sorted(unlisted))
+        plan = free_plan(
+            reading,
+            verdicts,
+            baseline,
+            whole_group=snapshot.stop_ends_all,
+            unlisted=sorted(unlisted),
+            silent=silent,
+        )
         return _Look(plan, verdicts)
+
+    async def _silent(self, verdicts: Verdicts) -> dict[str, str]:
+        """Containers of ours whose engines cannot end them, by id, and why."""
+        ours = {one.container for one in verdicts.values() if one.container and one.owner is Owner.OURS}
+        return {one.id: why for one in ours if (why := await containers.silence(one))}
 
     def _above(self, verdicts: Verdicts) -> set[int]:
         """Of the holders that are ours, the processes above them."""
@@ -172,7 +185,7 @@ class Cards:
 
     async def _carry_out(self, look: "_Look", baseline: GpuReading | None, patience: Patience) -> "_Outcome":
         clock, plan, verdicts = self._parts.clock, look.plan, look.verdicts
-        ended_by_us = self._signal_all(plan, signal.SIGTERM)
+        ended_by_us = await self._signal_all(plan, signal.SIGTERM)
         self._parts.metrics.ended.labels(self._unit).inc(len(ended_by_us))
         stage = Stage.TERMINATE if ended_by_us else Stage.RELEASE
         entered = clock.monotonic()
@@ -190,7 +203,7 @@ class Cards:
             if following is not stage:
                 stage, entered = following, clock.monotonic()
                 if stage is Stage.KILL:
-                    self._signal_all(plan, signal.SIGKILL)
+                    await self._signal_all(plan, signal.SIGKILL)
             if stage.over:
                 return _Outcome(ended_by_us, stage, answer)
             await clock.sleep(_POLL_S)
@@ -205,10 +218,16 @@ class Cards:
         verdicts |= came
         return any(one.owner is Owner.OURS and one.process and processes.lives(one.process) for one in came.values())
 
-    def _signal_all(self, plan: FreePlan, number: signal.Signals) -> list[Ending]:
+    async def _signal_all(self, plan: FreePlan, number: signal.Signals) -> list[Ending]:
         reached = []
+        orders: dict[str, SignalOutcome] = {}  # one for each container, whoever in it holds memory
         for ending in plan.end:
-            outcome = self._signal(ending, number)
+            if (container := ending.container) is None:
+                outcome = self._signal(ending, number)
+            elif container.id in orders:
+                outcome = orders[container.id]
+            elif (outcome := await self._order(ending.process, container, number)) is SignalOutcome.SENT:
+                orders[container.id] = outcome
             if outcome is SignalOutcome.GONE:
                 continue
             log.info(
@@ -230,6 +249,18 @@ class Cards:
             self._parts.systemd.kill(self._unit, number)
             return SignalOutcome.SENT
         return processes.signal_process(ending.process, number, lambda: self._still_ours(ending.process))
+
+    async def _order(self, process: ProcessId, container: Container, number: signal.Signals) -> SignalOutcome:
+        """Has the engine signal the container, with the proof of one of its processes read again just before."""
+        if not processes.lives(process):
+            return SignalOutcome.GONE
+        if not self._still_ours(process):
+            return SignalOutcome.NOT_PROVEN
+        self._progress()
+        if why := await containers.kill(container, number):
+            log.warning("the engine did not signal", unit=self._unit, container=container.id, why=why)
+            return SignalOutcome.DENIED
+        return SignalOutcome.SENT
 
     def _still_down(self) -> bool:
         return _down(self._parts.systemd.snapshot(self._unit))
@@ -290,5 +321,7 @@ def _held(reading: GpuReading, verdicts: Verdicts, own: set[int]) -> tuple[HeldM
             ownership = verdicts.get(holder.pid) if holder.pid is not None else None
             who = f"process {holder.pid}" if holder.pid is not None else "a process that NVML cannot name"
             ours = ownership is not None and ownership.owner is Owner.OURS
+            if ours and ownership and (container := ownership.container):
+                who += f" in {container.engine} container {container.short}, which `{container.kill}` ends"
             found.append(HeldMemory(gpu.index, holder.used_bytes, who, ours, holder.pid))
     return tuple(found)

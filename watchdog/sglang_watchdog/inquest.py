@@ -12,6 +12,7 @@ from sglang_watchdog.cards import Cards
 from sglang_watchdog.compared import compared_with
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.engine import diagnose
+from sglang_watchdog.domain.container import run_command
 from sglang_watchdog.domain.errors import WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.incident import Incident
@@ -19,10 +20,11 @@ from sglang_watchdog.domain.known_good import Ceiling, KnownGood, base_of
 from sglang_watchdog.domain.launch import Definition, Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
-from sglang_watchdog.host import unit_files
+from sglang_watchdog.host import containers, unit_files
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
+from sglang_watchdog.recovery.freed import out_of_reach
 from sglang_watchdog.recovery.policy import DAY_S, Budget, Facts, Plan, decide, demotes, proves_a_ceiling
 from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
@@ -30,6 +32,7 @@ from sglang_watchdog.settings import UnitSettings
 # PID 1 logs the end of the main process within a millisecond or so of the signal; more is a slow journald.
 _JOURNAL_DEADLINE_S = 2.0
 _JOURNAL_RETRY_S = 0.05
+_ASK_ENGINE_S = 2.0
 log = structlog.get_logger()
 
 
@@ -71,6 +74,16 @@ class Inquest:
         self._parts.metrics.sees(Sense.MODEL, well=not launch.files.unknown)
         if launch.files.unknown:
             log.warning("the model cannot be read", unit=self._unit, why=launch.files.unknown)
+
+    async def find_container(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> None:
+        """Asks the engine for the container of the command's name, where neither a monitor nor a file tells of it. An
+        image may have to be pulled first, so less and less often."""
+        command, now = run_command(snapshot.exec_start), self._parts.clock.now()
+        if command is None or launch.containers or now < launch.ask_engine_at:
+            return
+        launch.ask_engine_at = now + max(_ASK_ENGINE_S, (now - launch.started) / 4)
+        if container := await containers.named(command, launch.started):
+            launch.see_container(container)
 
     async def read_to_the_end(self, launch: LaunchWatch) -> None:
         """Pulls the journal until PID 1's word of the end is in it, or for as long as that may take."""
@@ -159,6 +172,7 @@ class Inquest:
                 f"{unread} cannot be read, so what was proven cannot be compared; systemd's own policy goes on."
             )
         history = ledger.incidents(self._unit)
+        left = await self._cards.left_overs(snapshot)
         day = now - max(DAY_S, self._settings.rollback_window)
         return decide(
             diagnosis,
@@ -177,7 +191,8 @@ class Inquest:
                 several_nodes=launch.several_nodes or self._settings.several_nodes,
                 operator_stopped=snapshot.active_state is ActiveState.INACTIVE
                 or witness.saw_a_stop(self._parts.systemd, ledger, snapshot),
-                left_overs=await self._cards.left_overs(snapshot),
+                left_overs=bool(left.end),
+                out_of_reach=out_of_reach(left),
                 override_obstacle=self._obstacle(snapshot),
                 allow_no_speculation=self._settings.allow_no_speculation,
             ),

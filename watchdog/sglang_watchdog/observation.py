@@ -8,13 +8,14 @@ import re
 from collections.abc import Sequence
 
 from sglang_watchdog.diagnosis.timeline import Timeline, TimelineReader
+from sglang_watchdog.domain.container import Container, run_command
 from sglang_watchdog.domain.gpu import GpuReading, HeldMemory
 from sglang_watchdog.domain.journal import JournalEntry, MessageId
 from sglang_watchdog.domain.launch import Definition, Launch, Phase, RecordedProcess
 from sglang_watchdog.domain.secrets import redact_argv
 from sglang_watchdog.domain.speculation import Command, SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.host import processes
+from sglang_watchdog.host import containers, processes
 from sglang_watchdog.host.journal import Journal
 from sglang_watchdog.host.server_files import ServerFiles
 
@@ -44,6 +45,7 @@ class LaunchWatch:
         self.holds_bytes = 0  # GPU memory of its own, when the cards were last read
         self.gpu_before: GpuReading | None = known.gpu_before if known else None
         self.held_before: tuple[HeldMemory, ...] = known.held_before if known else ()
+        self.ask_engine_at = 0.0  # Unix seconds
         self.ended: float | None = None
         self.surprise_told = False
         self.ceiling_told = known is not None or snapshot.restarts > 0  # systemd's repetitions are no news
@@ -52,6 +54,7 @@ class LaunchWatch:
         self._cursor = ""
         self._main_exit_seen = False
         self._processes = {process.id: process for process in known.processes} if known else {}
+        self._containers = {container.id: container for container in known.containers} if known else {}
         self.see_processes(snapshot)
 
     @property
@@ -90,6 +93,11 @@ class LaunchWatch:
         return any(str(nodes).isdigit() and int(str(nodes)) > 1 for nodes in told)
 
     @property
+    def containers(self) -> tuple[Container, ...]:
+        """That it has started, as far as they are known."""
+        return tuple(self._containers.values())
+
+    @property
     def journal_complete(self) -> bool:
         """PID 1 has logged the end of the main process, so the journal holds all that this launch will ever say."""
         return self._main_exit_seen
@@ -97,8 +105,12 @@ class LaunchWatch:
     async def pull(self, journal: Journal) -> None:
         await journal.pull(self.invocation, self._feed, since=self.started - _BEFORE_START_S, cursor=self._cursor)
 
+    def see_container(self, container: Container) -> None:
+        self._containers.setdefault(container.id, container)
+
     def see_processes(self, snapshot: UnitSnapshot) -> None:
-        """Records who is in the unit's cgroup now, and the main process's command once it is executed."""
+        """Records who is in the unit's cgroup now and in those of its containers, and the main process's command once
+        it is executed."""
         if snapshot.invocation != self.invocation:
             return
         if snapshot.main_pid:
@@ -108,7 +120,14 @@ class LaunchWatch:
         if not snapshot.control_group:
             return
         phase = self._reader.phase
-        for process in processes.cgroup_processes(snapshot.control_group):
+        group = processes.cgroup_processes(snapshot.control_group)
+        for container in containers.monitored_by(group):
+            self.see_container(container)
+        command = run_command(snapshot.exec_start)
+        if command and (written := containers.written_down(command, self.started)):
+            self.see_container(written)
+        inside = (process for container in self.containers for process in containers.inhabitants(container))
+        for process in (*group, *inside):
             if process not in self._processes:
                 self._processes[process] = RecordedProcess(process, processes.name(process.pid), phase)
         if len(self._processes) > _MOST_PROCESSES:
@@ -130,6 +149,7 @@ class LaunchWatch:
             phases=timeline.phases,
             memory=timeline.memory,
             processes=tuple(self._processes.values()),
+            containers=self.containers,
             gpu_before=self.gpu_before,
             held_before=self.held_before,
             ended=self.ended,

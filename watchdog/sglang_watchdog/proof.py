@@ -10,13 +10,15 @@ nothing was proven under traffic, and traffic for another soak time makes a full
 """
 
 import math
+from collections.abc import Iterable
 from enum import StrEnum
 
 import structlog
 
+from sglang_watchdog.domain.container import Container
 from sglang_watchdog.domain.speculation import Command
 from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.host import processes
+from sglang_watchdog.host import containers, processes
 from sglang_watchdog.host.server import HealthState, Server, address_of
 from sglang_watchdog.settings import UnitSettings
 
@@ -62,10 +64,12 @@ class Proof:
         soaked = self.standing is Standing.SERVING and now - self._serving_since >= self._soak
         return now >= self._next_probe and (soaked or self.standing is Standing.NOT_READY)
 
-    async def generates(self, snapshot: UnitSnapshot, now: float) -> bool:
-        """Whether tokens came from the unit's own process, just now. One that serves is not asked again at once."""
+    async def generates(self, snapshot: UnitSnapshot, started: Iterable[Container], now: float) -> bool:
+        """Whether tokens came from the unit's own process, just now, or from one in a container that the launch has
+        started. One that serves is not asked again at once."""
         self._next_probe = now + (_RETRY_S if self.serving else 0.0)
-        if not processes.cgroup_listens(snapshot.control_group, self._port):
+        in_unit = processes.cgroup_listens(snapshot.control_group, self._port)
+        if not in_unit and not any(containers.listens(container, self._port) for container in started):
             return False
         if await self._server.health(PROBE_DEADLINE_S) is not HealthState.UP:
             return False

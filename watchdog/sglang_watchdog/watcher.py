@@ -154,10 +154,14 @@ class UnitWatcher:
         self.incidents.check(snapshot, self.launch)
 
     async def _watch(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> None:
+        known = launch.containers
         launch.see_processes(snapshot)
         if snapshot.ended:
             await self._ended(launch, snapshot)
             return
+        await self.inquest.find_container(launch, snapshot)
+        if launch.containers != known:  # whose a process in it is, is told by the ledger
+            self._parts.ledger.save_launch(launch.record())
         await self.inquest.pull(launch)
         if self._before_the_weights(launch):
             await self._see_cards(launch, snapshot)
@@ -249,7 +253,7 @@ class UnitWatcher:
             self._proven(launch, proof)
         if not proof.due(now):
             return
-        if not await proof.generates(snapshot, now):
+        if not await proof.generates(snapshot, launch.containers, now):
             return
         if proof.serving:
             self._proven(launch, proof)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_watchdog.domain.container import Container
 from sglang_watchdog.domain.gpu import GpuReading, HeldMemory
 from sglang_watchdog.domain.speculation import SpeculationConfig
 
@@ -41,7 +42,8 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class RecordedProcess:
-    """A process seen in the unit's own cgroup while the launch ran: proof of ownership after it."""
+    """A process seen in the unit's own cgroup, or in that of a container of the launch, while the launch ran: proof of
+    ownership after it."""
 
     id: ProcessId
     title: str  # as /proc/PID/cmdline showed it, secrets removed
@@ -109,6 +111,7 @@ class Launch:
     phases: tuple[PhaseMark, ...] = ()
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     processes: tuple[RecordedProcess, ...] = ()
+    containers: tuple[Container, ...] = ()  # that it started
     gpu_before: GpuReading | None = None  # without what the launch itself held by then
     held_before: tuple[HeldMemory, ...] = ()
     ended: float | None = None

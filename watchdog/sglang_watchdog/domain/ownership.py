@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sglang_watchdog.domain.container import Container
 from sglang_watchdog.domain.launch import ProcessId
 
 
@@ -22,6 +23,7 @@ class Proof(StrEnum):
     DESCENDANT = "descendant"  # of a recorded process
     INVOCATION = "invocation"  # an ended launch's INVOCATION_ID in its environment
     CGROUP = "cgroup"  # it is in the unit's cgroup, and the unit is down
+    CONTAINER = "container"  # recorded, or below one that was, in a container that an ended launch started
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,16 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The verdict on one process. `reason` is one sentence for a person; `proof` is there exactly where it is OURS."""
+    """The verdict on one process. `reason` is one sentence for a person; `proof` is there exactly where it is OURS.
+    `container` is the one that it lives in, where a launch of the unit started that: its engine ends it, nobody else.
+    """
 
     owner: Owner
     reason: str
     process: ProcessId | None = None
     proof: Proof | None = None
     in_unit_cgroup: bool = False  # there systemd signals, not we
+    container: Container | None = None
 
     def __post_init__(self) -> None:
         if (self.owner is Owner.OURS) != (self.proof is not None and self.process is not None):

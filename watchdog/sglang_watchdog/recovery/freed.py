@@ -2,6 +2,7 @@
 Pure."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from sglang_watchdog.domain.ownership import Owner
 from sglang_watchdog.recovery.freeing import Ending, FreePlan, Spared, Stage, Unnamed
@@ -23,10 +24,8 @@ def sentences(
     """`stage` is where it ended, None where the unit was started meanwhile. `blind`: why NVML did not answer. `stuck`:
     pids that outlived SIGKILL. `left`: bytes that stayed. `inside`: the kind of container that we are in, if any."""
     said = []
-    if ended:
-        pids = ", ".join(dict.fromkeys(str(ending.process.pid) for ending in ended))
-        held = sum(ending.bytes for ending in ended)
-        said.append(f"Left-over processes {pids} were ended ({_size(held)}).")
+    for container, endings in groupby(sorted(ended, key=_place), _place):
+        said.append(_ended(container, list(endings)))
     if plan.spared:
         said.append("Left alone: " + "; ".join(map(_spared, plan.spared)) + ".")
     match stage:
@@ -41,12 +40,32 @@ def sentences(
             said.append(f"Outlived SIGKILL: {pids}, stuck in the driver; {_RESET}.")
         case Stage.RESPAWNED:
             said.append("Something starts them again as often as they are ended: find and stop what supervises them.")
+        case _ if by_hand := [spared.by_hand for spared in plan.spared if spared.by_hand]:
+            said.append(f"The cards are not free before {' and '.join(dict.fromkeys(f'`{one}`' for one in by_hand))}.")
         case _ if left:
             bytes_ = ", ".join(f"{_size(unnamed.bytes)} of {unnamed.uuid}" for unnamed in left)
             said.append(f"No visible process holds {bytes_}: {_from_outside(inside)}.")
         case _:
             said.append("The driver has not given all bytes back in time.")
     return said
+
+
+def out_of_reach(plan: FreePlan) -> str:
+    """What is of an ended launch and cannot be ended by us, with what a person can do; empty where nothing is."""
+    left = [spared for spared in plan.spared if spared.by_hand]
+    return f"Left over, and not to be ended by the watchdog: {'; '.join(map(_spared, left))}." if left else ""
+
+
+def _place(ending: Ending) -> str:
+    return f"{ending.container.engine} container {ending.container.short}" if ending.container else ""
+
+
+def _ended(container: str, endings: Sequence[Ending]) -> str:
+    pids = ", ".join(dict.fromkeys(str(ending.process.pid) for ending in endings))
+    size = _size(sum(ending.bytes for ending in endings))
+    if container:
+        return f"The left-over {container} was ended through its engine (processes {pids}, {size})."
+    return f"Left-over processes {pids} were ended ({size})."
 
 
 def _spared(spared: Spared) -> str:
@@ -58,6 +77,8 @@ def _what_to_do(spared: Spared) -> str:
     match spared.owner:
         case Owner.UNKNOWN:
             return ", which only its own container or the host can name and end"
+        case _ if spared.by_hand:
+            return f"; `{spared.by_hand}` ends it"
         case Owner.STRANGER:
             return ", which is its owner's to end"
         case _:

@@ -7,7 +7,9 @@ was before the launch, plus what named strangers took since. The driver releases
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
+from sglang_watchdog.domain.container import Container
 from sglang_watchdog.domain.gpu import Gpu, GpuAnswer, GpuHolder, GpuReading
 from sglang_watchdog.domain.launch import ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership
@@ -33,6 +35,7 @@ class Means(StrEnum):
 
     SIGNAL = "signal"  # by us: pidfd, proof, signal
     SYSTEMD = "systemd"  # by KillUnit, with all that is in the unit's cgroup
+    ENGINE = "engine"  # by the engine of its container, with all that is in that
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +46,19 @@ class Ending:
     bytes: int
     means: Means
     reason: str
+    container: Container | None = None  # exactly where the means is its engine
 
 
 @dataclass(frozen=True, slots=True)
 class Spared:
-    """A holder that is left alone, and why. `pid` is None where NVML cannot name it."""
+    """A holder that is left alone, and why. `pid` is None where NVML cannot name it. One that is OURS is in a container
+    that cannot be ended; `by_hand` is the command that a person may end it with."""
 
     pid: int | None
     bytes: int
     owner: Owner
     reason: str
+    by_hand: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +90,46 @@ def free_plan(
     *,
     whole_group: bool = False,
     unlisted: Collection[int] = (),
+    silent: Mapping[str, str] = MappingProxyType({}),
 ) -> FreePlan:
     """`verdicts` by pid; a holder without one is left alone. `baseline` is the reading before the launch.
 
     `unlisted` are processes that NVML does not name: what they hold is not known, and is told as 0 bytes.
 
     `whole_group`: systemd's own stop would end all of the unit's cgroup, so KillUnit may. Not beside a holder in it
-    that is spared: then each is signalled by itself, with its own proof."""
+    that is spared: then each is signalled by itself, with its own proof. A container is ended as a whole or not at all.
+
+    `silent`: why the engine of a container cannot end it, by the container's id."""
     whole_group = whole_group and not any(
         ownership.in_unit_cgroup and ownership.owner is not Owner.OURS for ownership in verdicts.values()
     )
+    kept = {**_not_to_end(verdicts), **silent}
     end: list[Ending] = []
     spared: list[Spared] = []
     for pid, held in (dict.fromkeys(unlisted, 0) | _held(reading)).items():
         ownership = _verdict(pid, verdicts)
-        if ownership.owner is Owner.OURS and ownership.process is not None:
+        container = ownership.container
+        if ownership.owner is not Owner.OURS or ownership.process is None:
+            spared.append(Spared(pid, held, ownership.owner, ownership.reason))
+        elif container is None:
             means = Means.SYSTEMD if whole_group and ownership.in_unit_cgroup else Means.SIGNAL
             end.append(Ending(ownership.process, held, means, ownership.reason))
+        elif container.id not in kept:
+            end.append(Ending(ownership.process, held, Means.ENGINE, ownership.reason, container))
         else:
-            spared.append(Spared(pid, held, ownership.owner, ownership.reason))
+            reason = f"{ownership.reason}, but {kept[container.id]}"
+            spared.append(Spared(pid, held, ownership.owner, reason, by_hand=container.kill))
     end.sort(key=lambda ending: (ending.process.start_ticks, ending.process.pid))
     return FreePlan(tuple(end), tuple(spared), _unnamed(reading, baseline))
+
+
+def _not_to_end(verdicts: Verdicts) -> dict[str, str]:
+    """Containers in which somebody is spared, and who that is."""
+    return {
+        ownership.container.id: f"process {pid} in it is spared: {ownership.reason}"
+        for pid, ownership in verdicts.items()
+        if ownership.container is not None and ownership.owner is not Owner.OURS
+    }
 
 
 def _held(reading: GpuReading) -> dict[int | None, int]:

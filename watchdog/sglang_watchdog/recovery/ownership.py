@@ -3,11 +3,15 @@
 Three proofs count: the process itself was recorded (pid and start time) in the unit's cgroup while a launch ran that
 has ended, or it descends from such a one; or its environment has the INVOCATION_ID of such a launch; or it is in the
 unit's cgroup while the unit is down. Names, titles and model paths prove nothing: they can only spare a process.
+
+In a container only the first counts, and only in one that such a launch has started: an id can be used again (`podman
+start`), the processes of that run cannot.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 
+from sglang_watchdog.domain.container import Container, named_by
 from sglang_watchdog.domain.launch import Launch, ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership, ProcessFacts, Proof
 from sglang_watchdog.domain.unit import UnitSnapshot
@@ -67,6 +71,7 @@ class _Question:
         self._running = [launch for launch in own if self._runs(launch.invocation)]
         self._ended = [launch for launch in own if not self._runs(launch.invocation)]
         self._in_unit = _within(facts.cgroup or "", unit.control_group)
+        self._container = self._container_of(own)
 
     def _runs(self, invocation: str) -> bool:
         return not self._unit.ended and invocation == self._unit.invocation
@@ -75,6 +80,7 @@ class _Question:
         return (
             self._unseen()
             or self._spared()
+            or self._contained()
             or self._recorded()
             or self._of_current_launch()
             or self._elsewhere()
@@ -107,6 +113,30 @@ class _Question:
             if why := _SPARED_NAMES.get(ancestor.name):
                 return self._says(Owner.STRANGER, f"it runs below pid {ancestor.id.pid}, which is {why}")
         return None
+
+    def _container_of(self, launches: Iterable[Launch]) -> Container | None:
+        """The container that it lives in, where a launch of the unit started it."""
+        found = "" if self._in_unit else named_by(self._parts_beyond_unit())
+        started = (container for launch in launches for container in launch.containers)
+        return next((container for container in started if container.id == found), None)
+
+    def _contained(self) -> Ownership | None:
+        """Of a container that the unit started. One that was stopped and started again is another's doing."""
+        if self._container is None:
+            return None
+        named = f"container {self._container.short}"
+        if any(self._container in launch.containers for launch in self._running):
+            return self._says(
+                Owner.CURRENT_LAUNCH, f"it is in {named} of the launch of {self._unit.name} that runs now"
+            )
+        chain = (self._facts.id, *(ancestor.id for ancestor in self._facts.ancestors if ancestor.id.pid > 1))
+        starters = [launch for launch in self._ended if self._container in launch.containers]
+        launch = next((launch for process in chain if (launch := _recording(process, starters))), None)
+        if launch is None:
+            return self._says(
+                Owner.STRANGER, f"nothing proves that it is of the run of {named} that {self._unit.name} began"
+            )
+        return self._ours(Proof.CONTAINER, f"it was recorded in {named} of launch {launch.invocation}")
 
     def _recorded(self) -> Ownership | None:
         """Of an ended launch. Seen in the running one's group as well: systemd starts beside what is left."""
@@ -185,10 +215,10 @@ class _Question:
         return theirs[common:]
 
     def _says(self, owner: Owner, reason: str) -> Ownership:
-        return Ownership(owner, reason, self._facts.id, in_unit_cgroup=self._in_unit)
+        return Ownership(owner, reason, self._facts.id, in_unit_cgroup=self._in_unit, container=self._container)
 
     def _ours(self, proof: Proof, reason: str) -> Ownership:
-        return Ownership(Owner.OURS, reason, self._facts.id, proof, in_unit_cgroup=self._in_unit)
+        return Ownership(Owner.OURS, reason, self._facts.id, proof, self._in_unit, self._container)
 
 
 def _recording(process: ProcessId, launches: Iterable[Launch]) -> Launch | None:

@@ -108,6 +108,7 @@ class Facts:
     several_nodes: bool = False
     operator_stopped: bool = False
     left_overs: bool = False  # processes proven to be of an ended launch hold GPU memory
+    out_of_reach: str = ""  # such ones that only a person can end, in words
     override_obstacle: str = ""  # why no config can be put in force (a shell script, no visible flags)
     allow_no_speculation: bool = False
 
@@ -171,7 +172,8 @@ def _after_stop_timeout(facts: Facts) -> Plan:
         return Plan(
             "A stop that timed out says nothing against the config: only its left-overs are freed.", (Step.FREE,)
         )
-    return Plan("A stop that timed out says nothing against the config, and nothing is left to free.")
+    left = facts.out_of_reach or "Nothing is left to free."
+    return Plan(f"A stop that timed out says nothing against the config. {left}")
 
 
 def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
@@ -182,7 +184,8 @@ def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
     if tried and Step.FREE in facts.history[0].steps:
         return Plan("The cards were freed once and the same config failed again.", (Step.HOLD,), hold=True)
     if not facts.left_overs:
-        return Plan("The memory is held by processes that are not proven to be this unit's: a human has to decide.")
+        strangers = "The memory is held by processes that are not proven to be this unit's: a human has to decide."
+        return Plan(facts.out_of_reach or strangers)
     if spent := _spent(facts):
         return _held(spent)
     return Plan("The cards were not clean: free them and try the same config once more.", _RETRY)
