@@ -27,11 +27,11 @@ enum {
     SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7,
     DRIVER_NOT_LOADED = 9,
 };
-enum { MAX_GPUS = 16, MAX_ALLOCS = 1024, TEXT = 512, ID = 256, NO_INSTANCE = -1 };
+enum { MAX_GPUS = 16, MAX_INSTANCES = 7, MAX_ALLOCS = 1024, TEXT = 512, ID = 256, NO_INSTANCE = -1, WHOLE = -1 };
 
 typedef unsigned long long u64;
 
-typedef struct { unsigned index; } Gpu;
+typedef struct { unsigned index; int instance; } Gpu; /* instance: of a card in MIG mode, or WHOLE */
 typedef Gpu *Device;
 typedef struct { u64 total, free, used; } Memory;
 typedef struct { unsigned version; u64 total, reserved, free, used; } MemoryV2;
@@ -42,10 +42,14 @@ typedef struct {
     char bus_id[32];
 } PciInfo;
 
-typedef struct { char uuid[96], name[96]; u64 total, reserved, ecc; unsigned minor, bus, persistence, compute_mode; } GpuState;
-typedef struct { char id[ID], kind[16]; int gpu, pid, show; u64 start, bytes, lag_ns; int wedged, listed; } Alloc;
+typedef struct {
+    char uuid[96], name[96];
+    u64 total, reserved, ecc;
+    unsigned minor, bus, persistence, compute_mode, instances;
+} GpuState;
+typedef struct { char id[ID], kind[16]; int gpu, instance, pid, show; u64 start, bytes, lag_ns; int wedged, listed; } Alloc;
 
-static Gpu handles[MAX_GPUS];
+static Gpu handles[MAX_GPUS], instances[MAX_GPUS][MAX_INSTANCES];
 static int references;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct { char id[ID]; u64 since; } remembered[MAX_ALLOCS];
@@ -105,6 +109,7 @@ static int read_gpus(GpuState *out) {
         gpu->minor = number_of(line, "minor", count - 1);
         gpu->bus = number_of(line, "bus", count);
         gpu->persistence = number_of(line, "persistence", 1);
+        gpu->instances = number_of(line, "mig", 0);
         gpu->compute_mode = number_of(line, "compute_mode", 0);
         word_of(line, "uuid", gpu->uuid, sizeof gpu->uuid, " ");
         word_of(line, "name", gpu->name, sizeof gpu->name, "\n");
@@ -171,6 +176,7 @@ static int read_alloc(const char *id, Alloc *out) {
     snprintf(out->id, sizeof out->id, "%s", id);
     word_of(line, "kind", out->kind, sizeof out->kind, " \n");
     out->gpu = number_of(line, "gpu", 0);
+    out->instance = number_of(line, "mig", 0);
     out->pid = number_of(line, "pid", 0);
     out->show = number_of(line, "show", out->pid);
     out->start = number_of(line, "start", 0);
@@ -181,16 +187,17 @@ static int read_alloc(const char *id, Alloc *out) {
     return 1;
 }
 
-/* All allocations that occupy GPU at this moment; the caller holds the lock. */
-static int read_allocs(unsigned gpu, Alloc *out) {
+/* All allocations that occupy the card, or the instance, at this moment; the caller holds the lock. */
+static int read_allocs(Device device, Alloc *out) {
     char path[TEXT];
     path_of(path, sizeof path, "alloc");
     DIR *folder = opendir(path);
     if (!folder) return 0;
     int count = 0;
     for (struct dirent *entry; count < MAX_ALLOCS && (entry = readdir(folder));)
-        if (entry->d_name[0] != '.' && read_alloc(entry->d_name, &out[count]) && out[count].gpu == (int)gpu
-            && occupies(&out[count]))
+        if (entry->d_name[0] != '.' && read_alloc(entry->d_name, &out[count]) 
+            && out[count].gpu == (int)device->index
+            && (device->instance == WHOLE || out[count].instance == device->instance) && occupies(&out[count]))
             count++;
     closedir(folder);
     return count;
@@ -233,9 +240,16 @@ static int suffer(const char *call) {
 static int state_of(Device device, GpuState *out) {
     GpuState all[MAX_GPUS];
     int count = read_gpus(all);
-    if (device < handles || device >= handles + MAX_GPUS) return INVALID_ARGUMENT;
+    int whole = device >= handles && device < handles + MAX_GPUS;
+    if (!whole && (device < instances[0] || device >= instances[MAX_GPUS])) return INVALID_ARGUMENT;
     if (count <= (int)device->index) return NOT_FOUND;
     *out = all[device->index];
+    if (whole) return SUCCESS;
+    if ((int)out->instances <= device->instance) return NOT_FOUND;
+    out->total /= out->instances;
+    out->reserved /= out->instances;
+    memcpy(out->uuid, "MIG", 3);
+    out->uuid[16] = '1' + device->instance; /* in the second group of digits */
     return SUCCESS;
 }
 
@@ -251,7 +265,10 @@ static int open_library(void) {
     GpuState all[MAX_GPUS];
     if (read_gpus(all) < 0) return DRIVER_NOT_LOADED;
     pthread_mutex_lock(&lock);
-    for (unsigned i = 0; i < MAX_GPUS; i++) handles[i].index = i;
+    for (unsigned i = 0; i < MAX_GPUS; i++) {
+        handles[i] = (Gpu){i, WHOLE};
+        for (int j = 0; j < MAX_INSTANCES; j++) instances[i][j] = (Gpu){i, j};
+    }
     references++;
     pthread_mutex_unlock(&lock);
     return SUCCESS;
@@ -335,7 +352,21 @@ int nvmlDeviceGetComputeMode(Device device, unsigned *out) { ENTER_GPU(device, g
 
 int nvmlDeviceGetMigMode(Device device, unsigned *current, unsigned *pending) {
     ENTER_GPU(device, gpu);
-    *current = *pending = 0;
+    *current = *pending = gpu.instances > 0;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(Device device, unsigned *out) {
+    ENTER_GPU(device, gpu);
+    *out = MAX_INSTANCES;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(Device device, unsigned index, Device *out) {
+    ENTER_GPU(device, gpu);
+    if (device->instance != WHOLE || index >= MAX_INSTANCES) return INVALID_ARGUMENT;
+    if (index >= gpu.instances) return NOT_FOUND;
+    *out = &instances[device->index][index];
     return SUCCESS;
 }
 
@@ -368,7 +399,7 @@ static u64 held(Device device, u64 most) {
     static Alloc allocs[MAX_ALLOCS];
     u64 sum = 0;
     pthread_mutex_lock(&lock);
-    int count = read_allocs(device->index, allocs);
+    int count = read_allocs(device, allocs);
     for (int i = 0; i < count; i++) sum += allocs[i].bytes;
     pthread_mutex_unlock(&lock);
     return sum < most ? sum : most;
@@ -403,7 +434,7 @@ static int list_processes(Device device, const char *kind, unsigned *count, Proc
     static ProcessInfo list[MAX_ALLOCS];
     unsigned found = 0, room = *count;
     pthread_mutex_lock(&lock);
-    int all = read_allocs(device->index, allocs);
+    int all = read_allocs(device, allocs);
     for (int i = 0; i < all; i++)
         if (!allocs[i].wedged && allocs[i].listed && !strcmp(allocs[i].kind, kind))
             add(list, &found, allocs[i].show, allocs[i].bytes);

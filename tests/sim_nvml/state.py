@@ -64,11 +64,13 @@ class Allocation:
     show: int
     kind: str
     listed: bool
+    instance: int = 0
 
     def line(self) -> str:
         return (
             f"gpu={self.gpu} pid={self.pid} start={self.start} bytes={self.bytes} lag_ms={round(self.lag_s * 1000)}"
-            f" wedged={int(self.wedged)} show={self.show} listed={int(self.listed)} kind={self.kind}\n"
+            f" wedged={int(self.wedged)} show={self.show} listed={int(self.listed)} kind={self.kind}"
+            f" mig={self.instance}\n"
         )
 
 
@@ -88,13 +90,15 @@ class SimNvml:
         reserved_bytes: int = IDLE_RESERVED,
         name: str = "NVIDIA RTX PRO 6000 Blackwell Server Edition",
         ecc_errors: int = 0,
+        instances: int = 0,
     ) -> None:
-        """Put `count` equal cards in; what was held stays held."""
+        """Put `count` equal cards in; what was held stays held. With `instances` they are in MIG mode, each divided
+        into so many equal ones."""
         for part in ("alloc", "gone", "faults"):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
         lines = (
             f"total={total_bytes} reserved={reserved_bytes} uuid={_uuid(i)} minor={i} bus={0x19 + 0x11 * i}"
-            f" persistence=1 compute_mode=0 ecc={ecc_errors} name={name}\n"
+            f" persistence=1 compute_mode=0 ecc={ecc_errors} mig={instances} name={name}\n"
             for i in range(count)
         )
         _replace(self.folder / "gpus", "".join(lines))
@@ -120,6 +124,7 @@ class SimNvml:
         show_pid: int | None = None,
         kind: str = "compute",
         listed: bool = True,
+        instance: int = 0,
     ) -> str:
         """Occupy memory without asking whether there is room; the answer is the id for `release`.
 
@@ -128,7 +133,7 @@ class SimNvml:
         start = start_time(pid) or 0 if pid else 0
         show = pid if show_pid is None else show_pid
         name = f"{gpu}-{pid}-{os.getpid()}-{time.monotonic_ns()}-{next(_serial)}"
-        allocation = Allocation(name, gpu, pid, start, bytes, lag_s, wedged, show, kind, listed)
+        allocation = Allocation(name, gpu, pid, start, bytes, lag_s, wedged, show, kind, listed, instance)
         self._forget_the_gone()
         _replace(self.folder / "alloc" / name, allocation.line())
         return name
@@ -287,6 +292,7 @@ def _allocation(path: Path) -> Allocation | None:
         show=int(field["show"]),
         kind=field["kind"],
         listed=field["listed"] == "1",
+        instance=int(field["mig"]),
     )
 
 

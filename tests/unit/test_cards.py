@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,13 +94,15 @@ class Host:
         wait_until(lambda: code or processes.name(process.pid) == argv[0], 30, "it is executed")
         return process
 
-    def recorded(self, *of_launch: subprocess.Popen[bytes]) -> None:
-        """What the ledger says of the launch that ended: these were in the unit's cgroup."""
+    def recorded(self, *of_launch: subprocess.Popen[bytes], **facts: Any) -> None:
+        """What the ledger says of the launch that ended: these were in the unit's cgroup. `facts`: more of it."""
         found = [processes.identify(process.pid) for process in of_launch]
         seen = tuple(RecordedProcess(one, "", Phase.SERVING) for one in found if one)
         now = SystemClock().now()
         boot = processes.boot_id()
-        self.ledger.save_launch(Launch(UNIT, DOWN.invocation, now - 60, boot_id=boot, processes=seen, ended=now))
+        self.ledger.save_launch(
+            Launch(UNIT, DOWN.invocation, now - 60, boot_id=boot, processes=seen, ended=now, **facts)
+        )
 
     def free(self, patience: Patience = PATIENT) -> str:
         metrics = Metrics((UNIT,), "0")
@@ -263,3 +266,14 @@ def test_a_stranger_that_takes_memory_meanwhile_keeps_nobody_waiting(host: Host)
         patched.setattr(processes, "signal_process", then_the_stranger_comes)
         assert "NVML shows our bytes back" in host.free()
     assert stranger.poll() is None
+
+
+def test_bytes_on_a_card_that_cuda_does_not_show_to_the_unit_keep_nobody_waiting(host: Host) -> None:
+    host.nvml.gpus(2, 96 * GIB)
+    ours = host.start("sleep", "600")
+    host.nvml.hold(0, ours.pid, GIB)
+    host.nvml.hold(1, 0, 8 * GIB, wedged=True)  # a neighbour's, which nobody is named for
+    host.recorded(ours, argv=("python3", "-m", "sglang.launch_server"), cuda={"CUDA_VISIBLE_DEVICES": "0"})
+    said = host.free()
+    assert "NVML shows our bytes back" in said
+    assert "No visible process" not in said

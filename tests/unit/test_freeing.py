@@ -271,3 +271,22 @@ def test_without_an_engine_a_container_is_named_with_what_a_person_can_do() -> N
     said = " ".join(sentences(plan, plan.end, Stage.NOT_RELEASED))
     assert "not free before `podman kill c3c3c3c3c3c3`" in said
     assert out_of_reach(free_plan(reading(card({30: GIB, STRANGER: GIB})), VERDICTS)) == ""
+
+
+# The cards that the unit uses
+
+
+def test_bytes_of_nobody_on_a_card_that_the_unit_does_not_use_keep_nobody_waiting() -> None:
+    others = reading(card({}), card({}, RESERVE + 5 * GIB, 1))
+    own = frozenset({"GPU-0"})
+    assert not is_clean(others, {})
+    assert is_clean(others, {}, cards=own)
+    assert is_clean(reading(card({})), {}, reading(card({}), card({}, index=1)), own)  # it may even be gone
+    assert free_plan(others, {}).unnamed
+    assert free_plan(others, {}, cards=own).unnamed == ()
+
+
+def test_a_holder_of_ours_counts_on_any_card() -> None:
+    elsewhere = reading(card({}), card({30: GIB}, index=1))
+    assert not is_clean(elsewhere, VERDICTS, cards=frozenset({"GPU-0"}))
+    assert [ending.process for ending in free_plan(elsewhere, VERDICTS, cards=frozenset({"GPU-0"})).end] == [WORKER]

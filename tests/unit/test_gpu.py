@@ -133,14 +133,14 @@ class BusyCard:
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_used_bytes_and_holders_are_of_one_moment(times: int) -> None:
     """What is allocated between two calls is neither memory without a holder nor a holder of memory that is free."""
-    card = probe_worker._gpu(BusyCard(times), 0)
+    card = probe_worker._gpu(BusyCard(times), None, 0)
     assert card["used"] == times * GIB
     assert card["holders"] == ([(7, times * GIB)] if times else [])
 
 
 def test_a_card_that_never_rests_is_read_all_the_same() -> None:
     busy = BusyCard(1000)
-    assert probe_worker._gpu(busy, 0)["used"] > 0
+    assert probe_worker._gpu(busy, None, 0)["used"] > 0
     assert busy.readings <= 6
 
 
@@ -365,5 +365,41 @@ def test_device_holders_are_asked_through_the_helper() -> None:
         async with probing() as probe:
             assert isinstance(await probe.device_holders(), tuple)
             assert isinstance(await probe.device_holders(0), GpuUnknown)
+
+    asyncio.run(read())
+
+
+def test_a_card_in_mig_mode_is_read_as_its_instances(nvml: SimNvml, holder: subprocess.Popen[bytes]) -> None:
+    nvml.gpus(2, 96 * GIB, instances=2)
+    nvml.hold(1, holder.pid, 10 * GIB, instance=1)
+
+    async def read() -> None:
+        async with probing() as probe:
+            reading = await probe.read_gpus()
+            assert isinstance(reading, GpuReading)
+            assert [gpu.index for gpu in reading.gpus] == [0, 0, 1, 1]
+            assert all(gpu.uuid.startswith("MIG-") and gpu.total_bytes == 48 * GIB for gpu in reading.gpus)
+            assert len({gpu.uuid for gpu in reading.gpus}) == 4
+            held = [[(one.pid, one.used_bytes) for one in gpu.holders] for gpu in reading.gpus]
+            assert held == [[], [], [], [(holder.pid, 10 * GIB)]]
+            assert reading.gpus[3].used_bytes - reading.gpus[2].used_bytes == 10 * GIB
+
+    asyncio.run(read())
+
+
+def test_instances_that_may_not_be_seen_are_read_as_the_whole_card(
+    nvml: SimNvml, holder: subprocess.Popen[bytes]
+) -> None:
+    nvml.gpus(1, 96 * GIB, instances=2)
+    nvml.hold(0, holder.pid, 10 * GIB, instance=1)
+    nvml.fail(4, "nvmlDeviceGetMigDeviceHandleByIndex")
+
+    async def read() -> None:
+        async with probing() as probe:
+            reading = await probe.read_gpus()
+            assert isinstance(reading, GpuReading)
+            assert [(gpu.uuid[:4], gpu.total_bytes, len(gpu.holders)) for gpu in reading.gpus] == [
+                ("GPU-", 96 * GIB, 1)
+            ]
 
     asyncio.run(read())

@@ -1,11 +1,15 @@
 """What a daemon that comes back knows of a launch that an earlier one saw begin."""
 
+import os
+
 import pytest
 
-from sglang_watchdog.domain.gpu import HeldMemory
+from sglang_watchdog.domain.container import Container, Engine
+from sglang_watchdog.domain.gpu import Gpu, GpuReading, HeldMemory
 from sglang_watchdog.domain.journal import JournalEntry
-from sglang_watchdog.domain.launch import Launch
+from sglang_watchdog.domain.launch import Launch, ProcessId
 from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host import containers, processes
 from sglang_watchdog.ledger import Ledger
 from sglang_watchdog.observation import LaunchWatch
 
@@ -55,3 +59,36 @@ def test_behind_a_wrapper_several_nodes_are_known_by_what_the_server_printed(nod
     )
     watch._feed(printed)
     assert watch.several_nodes is several
+
+
+CONTAINER = Container("c3" * 32, Engine.PODMAN)
+RUNNING = UnitSnapshot(UNIT, invocation="a", control_group=f"/system.slice/{UNIT}")
+
+
+def test_a_container_that_it_started_is_recorded_with_who_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, inside = ProcessId(10, 100), ProcessId(20, 200)
+    groups: dict[str, tuple[ProcessId, ...]] = {
+        RUNNING.control_group: (client,),
+        f"/machine.slice/libpod-{CONTAINER.id}.scope": (inside,),
+    }
+    monkeypatch.setattr(processes, "cgroup_processes", lambda group: groups.get(group, ()))
+    monkeypatch.setattr(containers, "monitored_by", lambda group: [CONTAINER] if client in group else [])
+    first = LaunchWatch(RUNNING, None, frozenset(), None)
+    assert {process.id for process in first.record().processes} == {client, inside}
+    again = after_a_restart(first.record())
+    assert again.record().containers == (CONTAINER,)
+    groups[RUNNING.control_group] = ()  # client and monitor are gone, what they started is not
+    again.see_processes(RUNNING)
+    assert {process.id for process in again.record().processes} == {client, inside}
+
+
+def test_the_cards_that_cuda_shows_to_it_are_known_and_nothing_else_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = ("python3", "-m", "sglang.launch_server")
+    monkeypatch.setattr(processes, "command_line", lambda _pid: server)
+    monkeypatch.setattr(processes, "_text", lambda _pid, _what: "A=1\0CUDA_VISIBLE_DEVICES=1\0SECRET=x\0")
+    cards = GpuReading(0.0, "580", tuple(Gpu(i, f"GPU-{i}", "H200", 1, 0) for i in range(2)))
+    first = LaunchWatch(UnitSnapshot(UNIT, invocation="a", main_pid=os.getpid()), None, frozenset(), None)
+    assert first.record().cuda == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert after_a_restart(first.record()).uses(cards) == frozenset({"GPU-1"})

@@ -15,6 +15,7 @@ from sglang_watchdog.domain.gpu import GpuAnswer, GpuReading, GpuUnknown, HeldMe
 from sglang_watchdog.domain.launch import Launch, ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership, ProcessFacts, Proof
 from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.domain.visible import cards_of
 from sglang_watchdog.host import containers, processes, surroundings
 from sglang_watchdog.host.processes import SignalOutcome
 from sglang_watchdog.parts import Parts
@@ -49,6 +50,7 @@ class _Look:
 
     plan: FreePlan
     verdicts: Verdicts
+    cards: frozenset[str] | None  # that the unit uses, and where holders of it are listed; None: it cannot be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,9 @@ class Cards:
         self._parts.metrics.spared.labels(self._unit).inc(len(look.plan.spared))
         stuck = [ending.process.pid for ending in look.plan.end if processes.lives(ending.process)]
         last = outcome.answer
-        left = free_plan(last, look.verdicts, baseline).unnamed if isinstance(last, GpuReading) else ()
+        left = (
+            free_plan(last, look.verdicts, baseline, cards=look.cards).unnamed if isinstance(last, GpuReading) else ()
+        )
         inside = surroundings.container()
         words = sentences(look.plan, ended, outcome.stage, blind=blind, stuck=stuck, left=left, inside=inside)
         return " ".join(words)
@@ -151,7 +155,8 @@ class Cards:
         self._facts = {}
         verdicts = await self.verdicts(reading, snapshot)
         unlisted: set[int] = set()
-        plan = free_plan(reading, verdicts, baseline)
+        uses = self._uses(reading)
+        plan = free_plan(reading, verdicts, baseline, cards=uses)
         if not (isinstance(answer, GpuReading) and plan.complete):
             found = await self._parts.probe.device_holders()
             hidden = {one.pid for one in found} - set(verdicts) if not isinstance(found, GpuUnknown) else set()
@@ -169,8 +174,16 @@ class Cards:
             whole_group=snapshot.stop_ends_all,
             unlisted=sorted(unlisted),
             silent=silent,
+            cards=uses,
         )
-        return _Look(plan, verdicts)
+        ours = {ending.process.pid for ending in plan.end}
+        reached = {gpu.uuid for gpu in reading.gpus if any(holder.pid in ours for holder in gpu.holders)}
+        return _Look(plan, verdicts, uses | reached if uses is not None else None)
+
+    def _uses(self, reading: GpuReading) -> frozenset[str] | None:
+        """The cards of the newest launch."""
+        newest = next(iter(self._launches()), None)
+        return cards_of(newest.argv, newest.server_args, newest.cuda, reading.gpus) if newest else None
 
     async def _silent(self, verdicts: Verdicts) -> dict[str, str]:
         """Containers of ours whose engines cannot end them, by id, and why."""
@@ -198,7 +211,7 @@ class Cards:
             if ended and await self._came_since(answer, verdicts):
                 return _Outcome(ended_by_us, Stage.RESPAWNED, answer)
             # Those that ended may still be listed while the driver releases: the verdicts on them stay.
-            clean = is_clean(answer, verdicts, baseline)
+            clean = is_clean(answer, verdicts, baseline, look.cards)
             following = next_stage(stage, clock.monotonic() - entered, patience, ended=ended, clean=clean)
             if following is not stage:
                 stage, entered = following, clock.monotonic()
@@ -323,5 +336,5 @@ def _held(reading: GpuReading, verdicts: Verdicts, own: set[int]) -> tuple[HeldM
             ours = ownership is not None and ownership.owner is Owner.OURS
             if ours and ownership and (container := ownership.container):
                 who += f" in {container.engine} container {container.short}, which `{container.kill}` ends"
-            found.append(HeldMemory(gpu.index, holder.used_bytes, who, ours, holder.pid))
+            found.append(HeldMemory(gpu.index, holder.used_bytes, who, ours, holder.pid, gpu.uuid))
     return tuple(found)

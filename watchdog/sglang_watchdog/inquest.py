@@ -20,7 +20,8 @@ from sglang_watchdog.domain.known_good import Ceiling, KnownGood, base_of
 from sglang_watchdog.domain.launch import Definition, Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
-from sglang_watchdog.host import containers, unit_files
+from sglang_watchdog.domain.visible import seen_before
+from sglang_watchdog.host import containers, surroundings, unit_files
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
@@ -105,13 +106,13 @@ class Inquest:
 
     def diagnose(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> Diagnosis:
         """Why the launch ended, or, where it runs, what is surprising about it."""
-        compared = compared_with(self._parts.ledger, self._unit, self.base(launch))
+        compared, record = compared_with(self._parts.ledger, self._unit, self.base(launch)), launch.record()
         return diagnose(
             Case(
                 unit=snapshot,
                 timeline=launch.timeline,
-                launch=launch.record(),
-                gpu_before=launch.gpu_before,
+                launch=record,
+                gpu_before=seen_before(record),
                 held_before=launch.held_before,
                 held_when_proven=compared.held,
                 memory_when_proven=compared.memory,

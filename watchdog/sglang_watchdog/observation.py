@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from sglang_watchdog.diagnosis.timeline import Timeline, TimelineReader
+from sglang_watchdog.domain import visible
 from sglang_watchdog.domain.container import Container, run_command
 from sglang_watchdog.domain.gpu import GpuReading, HeldMemory
 from sglang_watchdog.domain.journal import JournalEntry, MessageId
@@ -45,6 +46,7 @@ class LaunchWatch:
         self.holds_bytes = 0  # GPU memory of its own, when the cards were last read
         self.gpu_before: GpuReading | None = known.gpu_before if known else None
         self.held_before: tuple[HeldMemory, ...] = known.held_before if known else ()
+        self.cuda = known.cuda if known else None
         self.ask_engine_at = 0.0  # Unix seconds
         self.ended: float | None = None
         self.surprise_told = False
@@ -92,6 +94,10 @@ class LaunchWatch:
         told = (Command.parse(self.raw_argv).value("--nnodes"), self._reader.server_args.get("nnodes"))
         return any(str(nodes).isdigit() and int(str(nodes)) > 1 for nodes in told)
 
+    def uses(self, reading: GpuReading) -> frozenset[str] | None:
+        """UUIDs of the cards that it uses; None where that cannot be told."""
+        return visible.cards_of(self.raw_argv, self._reader.server_args, self.cuda, reading.gpus)
+
     @property
     def containers(self) -> tuple[Container, ...]:
         """That it has started, as far as they are known."""
@@ -116,6 +122,8 @@ class LaunchWatch:
         if snapshot.main_pid:
             argv = processes.command_line(snapshot.main_pid)
             if is_executed(argv):
+                if self.cuda is None or argv != self.raw_argv:
+                    self.cuda = processes.variables(snapshot.main_pid, visible.VARIABLES)
                 self.raw_argv = argv
         if not snapshot.control_group:
             return
@@ -150,6 +158,7 @@ class LaunchWatch:
             memory=timeline.memory,
             processes=tuple(self._processes.values()),
             containers=self.containers,
+            cuda=self.cuda,
             gpu_before=self.gpu_before,
             held_before=self.held_before,
             ended=self.ended,

@@ -235,8 +235,10 @@ class UnitWatcher:
         if before is None or before.own_bytes >= _OWN_MEMORY_BYTES:
             launch.holds_bytes = before.own_bytes if before else 0
             return
-        changed = launch.gpu_before is None or launch.held_before != before.held
-        launch.gpu_before, launch.held_before, launch.holds_bytes = before.reading, before.held, before.own_bytes
+        uses = launch.uses(before.reading)
+        held = tuple(one for one in before.held if uses is None or one.uuid in uses)
+        changed = launch.gpu_before is None or launch.held_before != held
+        launch.gpu_before, launch.held_before, launch.holds_bytes = before.reading, held, before.own_bytes
         if changed:
             self._parts.ledger.save_launch(launch.record())
 

@@ -213,3 +213,42 @@ def test_a_refusal_that_names_speculation_may_be_cured_by_going_back(refused: st
     log = LaunchLog().started().sglang(f"sglang serve: error: {refused}", pid=500).ended("exited", "2", "exit-code")
     assert log.diagnosis().failure is Class.BAD_ARGUMENTS
     assert log.diagnosis().rollback_helps is helps
+
+
+# Inside a container
+
+
+def killed() -> LaunchLog:
+    return LaunchLog().ready().sglang(DECODING).ended("killed", "9", "signal")
+
+
+def test_a_kill_that_nobody_explains_is_somebodys_on_a_host_and_unknown_inside_a_container() -> None:
+    assert killed().diagnosis().failure is Class.EXTERNAL_KILL
+    answer = killed().diagnosis(inside="lxc")
+    assert answer.failure is Class.UNKNOWN
+    assert "for want of memory" in answer.summary
+    assert Class.HOST_OOM_KILL not in {ruled_out.failure for ruled_out in answer.ruled_out}
+    (advice,) = answer.advice
+    assert "journalctl -k" in advice
+    assert "pct config CTID" in advice
+
+
+def test_only_an_lxc_is_told_of_proxmox() -> None:
+    assert "pct" not in " ".join(killed().diagnosis(inside="docker").advice)
+
+
+def test_a_container_that_is_handed_the_kernels_lines_is_a_host_like_any() -> None:
+    log = LaunchLog().ready().sglang(DECODING).kernel("eth0: link is up").ended("killed", "9", "signal")
+    assert log.diagnosis(inside="lxc").failure is Class.EXTERNAL_KILL
+
+
+def test_inside_a_container_systemds_own_count_still_tells_a_kill_for_memory() -> None:
+    log = LaunchLog().ready().sglang(DECODING)
+    log.systemd(f"{UNIT}: A process of this unit has been killed by the OOM killer.")
+    answer = log.ended("killed", "9", "oom-kill").diagnosis(inside="lxc")
+    assert answer.failure in (Class.HOST_OOM_KILL, Class.CGROUP_OOM_KILL)
+    assert not any("container" in advice for advice in answer.advice)
+
+
+def test_a_stop_that_was_asked_for_says_nothing_of_a_kernel() -> None:
+    assert LaunchLog().ready().stopping().sigterm().ended().diagnosis(inside="lxc").advice == ()

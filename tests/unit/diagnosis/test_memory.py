@@ -91,6 +91,10 @@ def test_bytes_that_no_process_accounts_for_are_held_too() -> None:
     answer = log.diagnosis(gpu_before=clean_cards(used_gib=54.0))
     assert answer.failure is Class.GPU_MEMORY_HELD
     assert "no visible process" in answer.summary
+    assert "nvidia-smi --gpu-reset" in answer.advice[0]
+    inside = log.diagnosis(gpu_before=clean_cards(used_gib=54.0), inside="lxc")
+    assert "held from outside of this lxc container" in inside.advice[0]
+    assert "pct exec CTID" in inside.advice[0]
 
 
 def test_clean_cards_leave_the_configuration_to_blame() -> None:

@@ -23,7 +23,8 @@ from sglang_watchdog.domain.known_good import base_of
 from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.host import override, unit_files
+from sglang_watchdog.domain.visible import seen_before
+from sglang_watchdog.host import override, surroundings, unit_files
 from sglang_watchdog.host.journal import READING, matches_of
 from sglang_watchdog.ledger import LEDGER_NAME, Ledger
 from sglang_watchdog.settings import Settings, UnitSettings, load
@@ -76,7 +77,7 @@ def _case(timeline: Timeline, snapshot: UnitSnapshot, settings: Settings) -> Cas
         timeline=timeline,
         unit=snapshot,
         launch=launch,
-        gpu_before=launch.gpu_before if launch else None,
+        gpu_before=seen_before(launch) if launch else None,
         held_before=launch.held_before if launch else (),
         held_when_proven=compared.held,
         memory_when_proven=compared.memory,
@@ -84,6 +85,7 @@ def _case(timeline: Timeline, snapshot: UnitSnapshot, settings: Settings) -> Cas
         disk_changed=unit_files.disk_changed(snapshot),
         intended=_intended(snapshot, settings.state_dir),
         known_good=compared.config,
+        inside=surroundings.container(),
         has_ledger=launch is not None,
         managed=managed,
     )

@@ -28,6 +28,7 @@ class Case:
     shadowed: Shadowed | None = None
     surprise_told: bool = False  # that it runs an old definition was reported while it served
     known_good: SpeculationConfig | None = None
+    inside: str = ""  # the kind of container that the host itself is; empty where it is none, or not known
     has_ledger: bool = False
     managed: frozenset[str] = frozenset()
     input_notes: tuple[str, ...] = ()  # what of the input could not be read, for people

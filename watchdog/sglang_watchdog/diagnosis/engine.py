@@ -15,16 +15,18 @@ from sglang_watchdog.diagnosis.held import held_memory
 from sglang_watchdog.diagnosis.rollback import rollback_helps
 from sglang_watchdog.diagnosis.signatures import catalog
 from sglang_watchdog.diagnosis.stale import stale, stale_advice
-from sglang_watchdog.diagnosis.starting import judge_kill, judge_manager, unknown
+from sglang_watchdog.diagnosis.starting import judge_kill, judge_manager, kernel_unseen, unknown
 from sglang_watchdog.diagnosis.verdict import Verdict
 from sglang_watchdog.domain.evidence import Evidence
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.launch import Phase
+from sglang_watchdog.domain.outside import kernel_lines
 from sglang_watchdog.domain.secrets import redact_mapping, redact_text
 
 _GPU_OOM = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.WEIGHTS_OOM, Class.RUNTIME_CUDA_OOM})
 _MOST_EVIDENCE = 12
+_KERNEL_WOULD_TELL = frozenset({Class.UNKNOWN, Class.EXTERNAL_KILL, Class.CUDA_ERROR, Class.NCCL_ERROR})
 
 
 def diagnose(case: Case) -> Diagnosis:
@@ -93,6 +95,8 @@ def _reading_notes(case: Case, verdict: Verdict) -> tuple[str, ...]:
     notes = [*case.input_notes]
     if case.timeline.lost_fields and not case.timeline.server_args:
         notes.append("The journal was written without --all, so long lines (server_args) are missing from it.")
+    if kernel_unseen(case) and verdict.failure in _KERNEL_WOULD_TELL:
+        notes.append(kernel_lines(case.inside))
     if case.timeline.suppressed:
         notes.append("journald dropped lines of this unit (rate limit): the log has gaps.")
     if verdict.cause or verdict.failure is Class.UNKNOWN:

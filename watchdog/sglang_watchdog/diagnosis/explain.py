@@ -4,7 +4,7 @@ from sglang_watchdog.diagnosis import shortage
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.effective import Speculation
-from sglang_watchdog.diagnosis.held import Held, held_by_others
+from sglang_watchdog.diagnosis.held import NOBODY, Held, held_by_others
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.diagnosis.verdict import Verdict, of_cause
@@ -12,6 +12,7 @@ from sglang_watchdog.domain.evidence import Source
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.failure import RuledOut
 from sglang_watchdog.domain.launch import Phase
+from sglang_watchdog.domain.outside import held_from_outside
 
 _QUOTED = frozenset(
     {Class.BAD_ARGUMENTS, Class.MISSING_DEPENDENCY, Class.PORT_IN_USE, Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR}
@@ -26,7 +27,7 @@ _OWN_KILL = RuledOut(Class.EXTERNAL_KILL, "SGLang ended its own processes after 
 def explain(case: Case, cause: Cause, speculation: Speculation, held: Held | None) -> Verdict:
     """The verdict on a cause."""
     if held:
-        return _held(cause, held)
+        return _held(case, cause, held)
     match cause.failure:
         case Class.KV_CACHE_OOM if cause.hit and cause.hit.means is Meaning.KV_EXHAUSTED:
             return _exhausted(cause)
@@ -42,7 +43,7 @@ def explain(case: Case, cause: Cause, speculation: Speculation, held: Held | Non
             return _plain(cause)
 
 
-def _held(cause: Cause, held: Held) -> Verdict:
+def _held(case: Case, cause: Cause, held: Held) -> Verdict:
     whose = {True: " by an earlier launch of this unit", False: "", None: ""}[held.ours]
     name = f" ({held.who})" if held.who not in ("", "another process") else ""
     return Verdict(
@@ -51,7 +52,11 @@ def _held(cause: Cause, held: Held) -> Verdict:
         f"GPU memory ran out because {held.gib:.1f} GiB of it were held{whose or ' by another process'}{name}, "
         "not because this configuration needs too much.",
         evidence=(of_cause(cause), held.evidence),
-        advice=("Free the GPU (see `sglang-watchdog gpus`), then start the same configuration again.",),
+        advice=(
+            f"What no visible process holds is {held_from_outside(case.inside)}."
+            if held.who == NOBODY
+            else "Free the GPU (see `sglang-watchdog gpus`), then start the same configuration again.",
+        ),
         ruled_out=(
             RuledOut(cause.failure, "the card was not clean, so its lack of memory says nothing of the configuration"),
             _GPU_ONLY,

@@ -23,6 +23,7 @@ _NOT_WORTH_SHARE = 0.1
 _TOLERANCE_GIB = 1.5
 _NOT_WORTH_LISTED = 4.0  # GiB; a desktop or a small neighbour holds less
 _IN_USE = re.compile(r"Process (?P<pid>\d+) has (?P<held>\d+(?:\.\d+)? [KMG]iB) memory in use")
+NOBODY = "no visible process"
 _UNITS = {"KiB": 1 / 2**20, "MiB": 1 / 1024, "GiB": 1.0}
 # SGLang's default of --chunked-prefill-size tells the least memory that the card has (GiB, as it counts them).
 _CARD_BY_CHUNK = {16384: 160.0, 8192: 60.0, 4096: 35.0}
@@ -104,7 +105,7 @@ def _unaccounted(reading: GpuReading) -> Iterator[Held]:
     gib = sum(max(0, lost - _NOT_WORTH_BYTES) for lost in by_card) / _GIB
     if gib * _GIB >= _NOT_WORTH_BYTES:
         text = f"before the start {gib:.1f} GiB of GPU memory were in use that no process accounts for"
-        yield Held(gib, "no visible process", None, Evidence(Source.NVML, text, reading.time), 0.85)
+        yield Held(gib, NOBODY, None, Evidence(Source.NVML, text, reading.time), 0.85)
 
 
 def _named(case: Case, cause: Cause) -> Iterator[Held]:

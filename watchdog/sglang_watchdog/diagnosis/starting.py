@@ -171,7 +171,7 @@ def judge_kill(case: Case, ending: Ending) -> Verdict | None:
     """A SIGKILL that nobody explains. Only a whole log in which systemd itself saw no memory kill can exclude SGLang,
     the stop timeout and the kernel; then a person or another program is what is left."""
     timeline = case.timeline
-    whole = timeline.complete and not timeline.suppressed and not timeline.lost_fields
+    whole = timeline.complete and not timeline.suppressed and not timeline.lost_fields and not kernel_unseen(case)
     child = next((h for h in timeline.hits if h.means is Meaning.CHILD_DIED and h.groups.get("code") == "-9"), None)
     if not whole or ending.result not in (ServiceResult.SIGNAL, ServiceResult.EXIT_CODE, ServiceResult.SUCCESS):
         return None
@@ -180,6 +180,11 @@ def judge_kill(case: Case, ending: Ending) -> Verdict | None:
     if ending.status in ("killed/9", "killed/15", "killed/2") and not ending.own_kill() and _quiet(case):
         return _killed("the server", ending.proofs(), 0.65)
     return None
+
+
+def kernel_unseen(case: Case) -> bool:
+    """Inside a container the kernel's lines are the host's; some hand theirs on."""
+    return bool(case.inside) and not case.timeline.kernel_seen
 
 
 def _quiet(case: Case) -> bool:
@@ -218,7 +223,7 @@ def unknown(case: Case, ending: Ending) -> Verdict:
 
 
 def _not_memory(case: Case) -> tuple[RuledOut, ...]:
-    if case.timeline.first(Meaning.CHILD_DIED, Meaning.OWN_KILL):
+    if case.timeline.first(Meaning.CHILD_DIED, Meaning.OWN_KILL) and not kernel_unseen(case):
         return (RuledOut(Class.HOST_OOM_KILL, "no line of the kernel or of systemd says so; SGLang only guesses it"),)
     return ()
 
@@ -247,4 +252,9 @@ def _unknown_words(case: Case, ending: Ending) -> str:
         return "The server ended with status 0 although nobody asked it to. Nothing here says why."
     if not timeline.ended and not ending.status:
         return "Nothing here says that the launch ended, or why."
+    if kernel_unseen(case) and ending.status == "killed/9":
+        return (
+            "The server was ended by SIGKILL. From inside a container it cannot be told whether the kernel did that "
+            "for want of memory, or somebody."
+        )
     return f"The server ended ({ending.status or ending.result or 'no status seen'}). Nothing here says why."

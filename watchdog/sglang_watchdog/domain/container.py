@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from pathlib import PurePath
 
 _ID = re.compile(r"[0-9a-f]{64}")
 # By podman and Docker, with systemd's slices and without: libpod-ID.scope, libpod-payload-ID, docker-ID.scope, ID.
@@ -56,7 +55,7 @@ class RunCommand:
 
 def run_command(argv: Sequence[str]) -> RunCommand | None:
     """None where the command starts no container by itself."""
-    program = PurePath(argv[0]).name if argv else ""
+    program = argv[0].rpartition("/")[2] if argv else ""
     if program not in set(Engine) or "run" not in argv:
         return None
     options = argv[argv.index("run") + 1 :]

@@ -13,7 +13,8 @@ class GpuHolder:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card. `used_bytes` counts what the driver reserves for itself too, so an idle card is never at 0."""
+    """One card, or, of a card in MIG mode, one of its instances: those share the index and differ by `uuid`.
+    `used_bytes` counts what the driver reserves for itself too, so an idle card is never at 0."""
 
     index: int
     uuid: str
@@ -45,6 +46,7 @@ class HeldMemory:
     who: str
     ours: bool
     pid: int | None = None  # None where NVML cannot name the process
+    uuid: str = ""  # of the card
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ class Launch:
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     processes: tuple[RecordedProcess, ...] = ()
     containers: tuple[Container, ...] = ()  # that it started
+    cuda: Mapping[str, str] | None = None  # of the main process's environment, where that could be read
     gpu_before: GpuReading | None = None  # without what the launch itself held by then
     held_before: tuple[HeldMemory, ...] = ()
     ended: float | None = None

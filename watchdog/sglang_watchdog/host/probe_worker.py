@@ -18,7 +18,9 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# Codes of NVML (nvml.h) that say "this card has no such list", which is no failure.
+# Codes of NVML (nvml.h) that say "this card has no such thing", which is no failure.
+_NO_PERMISSION = 4
+_NO_SUCH_INSTANCE = 6  # NOT_FOUND: fewer were made than fit
 _NO_SUCH_LIST = frozenset({3, 13})  # NOT_SUPPORTED, FUNCTION_NOT_FOUND
 _DEVICES = "/dev/nvidia"
 _READ_TRIES = 5
@@ -69,7 +71,8 @@ def _gpus() -> Json:
         gpus = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             what = f"GPU {index}"
-            gpus.append(_gpu(pynvml, index))
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            gpus += [_gpu(pynvml, one, index) for one in _instances(pynvml, handle) or [handle]]
     except pynvml.NVMLError as error:
         return {"error": f"{what}: {error} (NVML error {error.value})"}
     return {"answer": {"driver": driver, "gpus": gpus}}
@@ -82,8 +85,29 @@ class _Nvml:
     initialised = False
 
 
-def _gpu(nvml: Any, index: int) -> Json:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+def _instances(nvml: Any, handle: Any) -> list[Any]:
+    """Of a card in MIG mode its instances, which a process cannot leave: each has memory and a list of processes of
+    its own. Empty for other cards."""
+    try:
+        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+            return []
+    except nvml.NVMLError as error:
+        if error.value in _NO_SUCH_LIST:
+            return []
+        raise
+    found = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        except nvml.NVMLError as error:
+            if error.value == _NO_PERMISSION:
+                return []  # root sees the sum of all of them on the card itself
+            if error.value != _NO_SUCH_INSTANCE:
+                raise
+    return found
+
+
+def _gpu(nvml: Any, handle: Any, index: int) -> Json:
     memory, holders = _consistent(nvml, handle)
     return {
         "index": index,
@@ -110,8 +134,7 @@ def _consistent(nvml: Any, handle: Any) -> tuple[Any, list[tuple[int | None, int
 
 
 def _holders(nvml: Any, handle: Any) -> list[tuple[int | None, int]]:
-    """(pid, bytes) of all that hold memory. A process can be in several lists, with the same bytes in each. In MIG
-    mode the card's own handle answers for all its instances, if the caller is root."""
+    """(pid, bytes) of all that hold memory. A process can be in several lists, with the same bytes in each."""
     held: dict[int, int] = {}
     nameless: list[int] = []
     for call in (

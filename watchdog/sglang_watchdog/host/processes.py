@@ -1,7 +1,7 @@
 """Processes and cgroups by readings of /proc that cannot hang, and signals that cannot hit the wrong process.
 
-Nothing here reads through the memory of a process, but for `command_line` of a unit's own main process: that blocks
-behind a process stuck in the driver, so GPU holders are described by `host.gpu.ProbeWorker`.
+Nothing here reads through the memory of a process, but for `command_line` and `variables` of a unit's own main process:
+that blocks behind a process stuck in the driver, so GPU holders are described by `host.gpu.ProbeWorker`.
 
 psutil serves where it can (ancestors). A process is identified by its start in clock ticks, which psutil does
 not give: its `create_time()` is in Unix seconds and moves when the clock is stepped. Its `name()` reads the command
@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import StrEnum
 from pathlib import Path
 
@@ -53,6 +53,14 @@ def command_line(pid: int) -> tuple[str, ...]:
     process."""
     text = _text(pid, "cmdline")
     return tuple(text.rstrip("\0").split("\0")) if text else ()
+
+
+def variables(pid: int, names: Collection[str]) -> dict[str, str] | None:
+    """These variables of its environment, as far as they are set; None where it cannot be read. Only for a unit's main
+    process."""
+    text = _text(pid, "environ")
+    words = (word.partition("=") for word in text.split("\0"))
+    return {name: value for name, _, value in words if name in names} if text else None
 
 
 def cgroup(pid: int) -> str | None:

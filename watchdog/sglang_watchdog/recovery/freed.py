@@ -4,6 +4,7 @@ Pure."""
 from collections.abc import Sequence
 from itertools import groupby
 
+from sglang_watchdog.domain.outside import held_from_outside
 from sglang_watchdog.domain.ownership import Owner
 from sglang_watchdog.recovery.freeing import Ending, FreePlan, Spared, Stage, Unnamed
 
@@ -44,7 +45,7 @@ def sentences(
             said.append(f"The cards are not free before {' and '.join(dict.fromkeys(f'`{one}`' for one in by_hand))}.")
         case _ if left:
             bytes_ = ", ".join(f"{_size(unnamed.bytes)} of {unnamed.uuid}" for unnamed in left)
-            said.append(f"No visible process holds {bytes_}: {_from_outside(inside)}.")
+            said.append(f"No visible process holds {bytes_}: {held_from_outside(inside)}.")
         case _:
             said.append("The driver has not given all bytes back in time.")
     return said
@@ -83,17 +84,6 @@ def _what_to_do(spared: Spared) -> str:
             return ", which is its owner's to end"
         case _:
             return ""
-
-
-def _from_outside(inside: str) -> str:
-    """Whose it can be. In a container the host and its other containers share the cards, and none of theirs is seen."""
-    if not inside:
-        return f"the driver's own, or held from another PID namespace; {_RESET}"
-    enter = "; `pct exec CTID -- sglang-watchdog gpus` is this view from a Proxmox host" * (inside == "lxc")
-    return (
-        f"held from outside of this {inside} container, by its host or a neighbour; on the host `nvidia-smi` names the "
-        f"pid, and /proc/PID/cgroup its container{enter}"
-    )
 
 
 def _size(amount: int) -> str:

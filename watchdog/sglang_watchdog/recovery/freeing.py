@@ -13,6 +13,7 @@ from sglang_watchdog.domain.container import Container
 from sglang_watchdog.domain.gpu import Gpu, GpuAnswer, GpuHolder, GpuReading
 from sglang_watchdog.domain.launch import ProcessId
 from sglang_watchdog.domain.ownership import Owner, Ownership
+from sglang_watchdog.domain.visible import only
 
 MIB = 1 << 20
 # What the driver keeps for itself where no earlier reading tells (615 MiB on an H200), and less than that plus the
@@ -91,6 +92,7 @@ def free_plan(
     whole_group: bool = False,
     unlisted: Collection[int] = (),
     silent: Mapping[str, str] = MappingProxyType({}),
+    cards: frozenset[str] | None = None,
 ) -> FreePlan:
     """`verdicts` by pid; a holder without one is left alone. `baseline` is the reading before the launch.
 
@@ -98,6 +100,8 @@ def free_plan(
 
     `whole_group`: systemd's own stop would end all of the unit's cgroup, so KillUnit may. Not beside a holder in it
     that is spared: then each is signalled by itself, with its own proof. A container is ended as a whole or not at all.
+
+    `cards`: those that the unit uses, by uuid, where that is known: bytes of nobody on other ones are not its matter.
 
     `silent`: why the engine of a container cannot end it, by the container's id."""
     whole_group = whole_group and not any(
@@ -120,7 +124,7 @@ def free_plan(
             reason = f"{ownership.reason}, but {kept[container.id]}"
             spared.append(Spared(pid, held, ownership.owner, reason, by_hand=container.kill))
     end.sort(key=lambda ending: (ending.process.start_ticks, ending.process.pid))
-    return FreePlan(tuple(end), tuple(spared), _unnamed(reading, baseline))
+    return FreePlan(tuple(end), tuple(spared), _unnamed(only(reading, cards), baseline))
 
 
 def _not_to_end(verdicts: Verdicts) -> dict[str, str]:
@@ -152,22 +156,28 @@ def _unnamed(reading: GpuReading, baseline: GpuReading | None) -> tuple[Unnamed,
 # When it is free
 
 
-def is_clean(answer: GpuAnswer, verdicts: Verdicts, baseline: GpuReading | None = None) -> bool:
+def is_clean(
+    answer: GpuAnswer,
+    verdicts: Verdicts,
+    baseline: GpuReading | None = None,
+    cards: frozenset[str] | None = None,
+) -> bool:
     """Whether nothing of ours is left on any card. An unknown reading is never clean.
 
-    Without a baseline: no holder of ours, and no bytes that nobody is named for beyond the driver's own.
+    Without a baseline: no holder of ours, and no bytes that nobody is named for beyond the driver's own. `cards`: see
+    `free_plan`; a holder of ours counts on any card.
     """
     if not isinstance(answer, GpuReading):
         return False
+    if any(_verdict(holder.pid, verdicts).owner is Owner.OURS for gpu in answer.gpus for holder in gpu.holders):
+        return False
     present = {gpu.uuid for gpu in answer.gpus}
-    if baseline and any(gpu.uuid not in present for gpu in baseline.gpus):
+    if baseline and any(gpu.uuid not in present for gpu in only(baseline, cards).gpus):
         return False  # a card is missing: what it holds cannot be told
-    return all(_card_is_clean(gpu, verdicts, baseline) for gpu in answer.gpus)
+    return all(_card_is_clean(gpu, verdicts, baseline) for gpu in only(answer, cards).gpus)
 
 
 def _card_is_clean(gpu: Gpu, verdicts: Verdicts, baseline: GpuReading | None) -> bool:
-    if any(_verdict(holder.pid, verdicts).owner is Owner.OURS for holder in gpu.holders):
-        return False
     before = _card(gpu.uuid, baseline)
     known_before = {holder.pid for holder in before.holders} if before else set()
     named = [holder for holder in gpu.holders if _is_named(holder, verdicts, known_before)]

@@ -221,8 +221,8 @@ class Metrics:
     def saw_gpus(self, answer: GpuAnswer) -> None:
         self.sees(Sense.NVML, well=isinstance(answer, GpuReading))
         if isinstance(answer, GpuReading):
-            for gpu in answer.gpus:
-                self.gpu_used.labels(gpu.index).set(gpu.used_bytes)
+            for index in {gpu.index for gpu in answer.gpus}:
+                self.gpu_used.labels(index).set(sum(gpu.used_bytes for gpu in answer.gpus if gpu.index == index))
 
     def _preset(self) -> None:
         for hook in HookKind:
