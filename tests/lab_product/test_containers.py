@@ -71,7 +71,7 @@ def test_without_an_engine_that_answers_a_left_over_container_is_named_and_left_
     with in_container(containers) as host:
         host.host.write(podman.BEFORE_PODMAN, "#!/bin/sh\necho out of order >&2\nexit 1\n", mode=0o755)
         stop_in_vain(host)
-        alert = host.wait_alert(OUTCOME="reported")
+        alert = host.wait_alert(ACTION="plan")
         assert "out of order" in alert.message
         assert "`podman kill " in alert.message
         assert host.alerts(ACTION="free") == []

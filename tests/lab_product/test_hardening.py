@@ -17,7 +17,7 @@ import asyncio, ctypes, json, os, signal, socket, sqlite3, subprocess, sys, time
 from pathlib import Path
 import pystemd.daemon, pystemd.journal
 from sglang_watchdog.domain.speculation import SpeculationConfig
-from sglang_watchdog.host import override, unit_files
+from sglang_watchdog.host import containers, override, unit_files
 from sglang_watchdog.host.bus import SignalFeed, Systemd
 
 UNIT = "watched.service"
@@ -90,6 +90,9 @@ def jobs():
     systemd.reset_failed(UNIT)
     return systemd.start(UNIT) > 0
 
+def asks_an_engine():
+    return asyncio.run(containers._ask("echo", "answer")) == "answer\\n"
+
 def ctypes_library():
     return ctypes.CDLL("libc.so.6").getpid() == os.getpid()
 
@@ -101,7 +104,7 @@ def refused(action):
     return "possible"
 
 names = [reads_environ, reads_fds, reads_cgroup, reads_journal, writes_journal, drop_in, environment_file, ledger,
-    control_socket, loopback, signals_by_pidfd, listens_on_the_bus, jobs, ctypes_library]
+    control_socket, loopback, signals_by_pidfd, listens_on_the_bus, jobs, asks_an_engine, ctypes_library]
 answers = {}
 for needed in names:
     try:

@@ -323,6 +323,7 @@ def install(patch: pytest.MonkeyPatch, world: World, files: SimFiles, oracle: Or
     patch.setattr(processes, "start_ticks", lambda pid: one.start_ticks if (one := identify(pid)) else None)
     patch.setattr(processes, "name", lambda _pid: "python")
     patch.setattr(processes, "command_line", lambda pid: world.processes[pid].argv if pid in world.processes else ())
+    patch.setattr(processes, "variables", lambda *_: None)
     patch.setattr(processes, "cgroup_processes", group)
     patch.setattr(processes, "cgroup_listens", lambda *_: world.running is not None and world.running.serves)
     patch.setattr(processes, "boot_id", lambda: "b" * 32)

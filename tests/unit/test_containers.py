@@ -44,6 +44,7 @@ def command(*argv: str) -> RunCommand:
         (("podman", "run", "--cidfile=/run/x.cid", "-d", IMAGE), (Engine.PODMAN, "/run/x.cid", "")),
         (("/usr/bin/podman", "--log-level=debug", "run", "--cidfile", "/run/x", IMAGE), (Engine.PODMAN, "/run/x", "")),
         (("podman", "container", "run", IMAGE), (Engine.PODMAN, "", "")),
+        (("docker", "run", "--name=--all", IMAGE), (Engine.DOCKER, "", "")),  # no name that an engine takes
     ],
 )
 def test_a_run_command_tells_engine_file_and_name(argv: tuple[str, ...], expected: tuple[Engine, str, str]) -> None:

@@ -106,7 +106,7 @@ class TestHeldMemory:
 
     def test_left_overs_that_only_a_person_can_end_are_named(self) -> None:
         plan = decide(self.VERDICT, replace(FACTS, out_of_reach="`podman kill c3` ends it."))
-        assert (plan.steps, plan.reason) == ((), "`podman kill c3` ends it.")
+        assert (plan.steps, plan.reason, plan.by_hand) == ((), "`podman kill c3` ends it.", True)
 
     def test_own_left_overs_are_freed_and_the_same_config_is_tried_once(self) -> None:
         plan = decide(self.VERDICT, replace(FACTS, left_overs=True))

@@ -82,7 +82,7 @@ class ByHand:
         baseline = launch.gpu_before if launch else None
         return {
             "ended": [{"pid": e.process.pid, "bytes": e.bytes, "why": e.reason} for e in plan.end],
-            "spared": [{"pid": s.pid, "bytes": s.bytes, "why": s.reason} for s in plan.spared],
+            "spared": [{"pid": s.pid, "bytes": s.bytes, "why": s.reason, "by_hand": s.by_hand} for s in plan.spared],
             "summary": "Nothing was touched." if dry_run else await cards.free(baseline),
         }
 

@@ -114,8 +114,9 @@ class Cards:
             answer = await self.read()
             look = await self._look(answer, baseline=baseline)
             blind = "" if isinstance(answer, GpuReading) else answer.reason
-            if blind:
-                patience = replace(patience, release=0.0)  # nothing will tell of the bytes
+            only_by_hand = not look.plan.end and any(spared.by_hand for spared in look.plan.spared)
+            if blind or only_by_hand:
+                patience = replace(patience, release=0.0)  # nothing will tell of the bytes, or give them back
             outcome = await self._carry_out(look, baseline, patience)
             ended += outcome.ended
             if outcome.stage is not Stage.RESPAWNED:

@@ -173,6 +173,8 @@ class Incidents:
         self._inquest.learn_known_good(launch, diagnosis, plan)
         incident = self._parts.ledger.plan_incident(incident, plan.steps, plan.target, plan.reason)
         if not plan.steps:
+            if plan.by_hand:
+                alerts.send(alerts.action(incident, "plan", plan.reason))
             self._close(incident, Outcome.REPORTED, plan.reason)
             return
         self._parts.hooks.tell(Event.OPENED, incident)

@@ -91,7 +91,8 @@ def _free_lines(answer: Json, *, dry_run: bool) -> Iterator[str]:
     for row in answer["ended"]:
         yield f"{'would end' if dry_run else 'ended'} {row['pid']} ({row['why']})"
     for row in answer["spared"]:
-        yield f"left alone: {row['pid'] or 'a process that is not visible here'} ({row['why']})"
+        who = row["pid"] or "a process that is not visible here"
+        yield f"left alone: {who} ({row['why']})" + (f"; `{row['by_hand']}` ends it" if row["by_hand"] else "")
     yield answer["summary"]
 
 

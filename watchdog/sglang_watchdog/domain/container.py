@@ -15,6 +15,7 @@ from itertools import pairwise
 _ID = re.compile(r"[0-9a-f]{64}")
 # By podman and Docker, with systemd's slices and without: libpod-ID.scope, libpod-payload-ID, docker-ID.scope, ID.
 _GROUP = re.compile(r"(?:(?:libpod|docker)-(?:payload-)?)?([0-9a-f]{64})(?:\.scope)?")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # as both engines allow it, so that none is read as a flag
 _SHORT = 12  # digits that the engines themselves print
 
 
@@ -59,7 +60,8 @@ def run_command(argv: Sequence[str]) -> RunCommand | None:
     if program not in set(Engine) or "run" not in argv:
         return None
     options = argv[argv.index("run") + 1 :]
-    return RunCommand(Engine(program), tuple(argv), _value(options, "--cidfile"), _value(options, "--name"))
+    name = _value(options, "--name")
+    return RunCommand(Engine(program), tuple(argv), _value(options, "--cidfile"), name if _NAME.fullmatch(name) else "")
 
 
 def _value(options: Sequence[str], flag: str) -> str:

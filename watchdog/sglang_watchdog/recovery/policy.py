@@ -115,12 +115,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`steps` in order; empty where nothing is to be done. `hold` marks the ladder's end. `reason` is one sentence."""
+    """`steps` in order; empty where nothing is to be done. `hold` marks the ladder's end. `reason` is one sentence.
+    `by_hand`: it says what only a person can do."""
 
     reason: str
     steps: tuple[Step, ...] = ()
     target: SpeculationConfig | None = None
     hold: bool = False
+    by_hand: bool = False
 
 
 def decide(diagnosis: Diagnosis, facts: Facts) -> Plan:
@@ -173,7 +175,7 @@ def _after_stop_timeout(facts: Facts) -> Plan:
             "A stop that timed out says nothing against the config: only its left-overs are freed.", (Step.FREE,)
         )
     left = facts.out_of_reach or "Nothing is left to free."
-    return Plan(f"A stop that timed out says nothing against the config. {left}")
+    return Plan(f"A stop that timed out says nothing against the config. {left}", by_hand=bool(facts.out_of_reach))
 
 
 def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
@@ -185,7 +187,7 @@ def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
         return Plan("The cards were freed once and the same config failed again.", (Step.HOLD,), hold=True)
     if not facts.left_overs:
         strangers = "The memory is held by processes that are not proven to be this unit's: a human has to decide."
-        return Plan(facts.out_of_reach or strangers)
+        return Plan(facts.out_of_reach or strangers, by_hand=bool(facts.out_of_reach))
     if spent := _spent(facts):
         return _held(spent)
     return Plan("The cards were not clean: free them and try the same config once more.", _RETRY)
