@@ -123,6 +123,7 @@ class Inquest:
                 shadowed=unit_files.shadowed_config(snapshot, self.managed),
                 surprise_told=launch.surprise_told,
                 known_good=compared.config,
+                inside=surroundings.container(),
                 has_ledger=True,
                 managed=self.managed,
             )
