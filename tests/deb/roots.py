@@ -1,11 +1,13 @@
-"""The two Debian releases that the package is for: what it is built in, and the bare system that it is installed on.
+"""The two Debian releases that the package is for: what it is built in, the bare system that it is installed on, and
+what it is checked with.
 
-Run as `python -m deb.roots build CODENAME` to have a root made; prints its folder.
+Run as `python -m deb.roots build CODENAME` to have a root made to build in, which prints its folder, or as `python -m
+deb.roots tests` to have all made that the tests need, which can take longer than a test may.
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from lab.debootstrap import Root
 
@@ -35,10 +37,17 @@ class Release:
 RELEASES = (Release("bookworm", 12, "3.11"), Release("trixie", 13, "3.13"))
 
 
-def main(purpose: str, codename: str) -> Path:
-    release = next(one for one in RELEASES if one.codename == codename)
-    return (release.build if purpose == "build" else release.bare).made()
+# perl-openssl-defaults provides what debootstrap does not find by itself.
+LINT = Root("bookworm", ("systemd", "dbus", "perl-openssl-defaults", "lintian"), edition=1, purpose="lint")
+
+
+def main(purpose: str, codename: str = "") -> None:
+    if purpose == "build":
+        print(next(one for one in RELEASES if one.codename == codename).build.made())
+    else:
+        with ThreadPoolExecutor(2) as makers:
+            list(makers.map(Root.made, (LINT, *(release.bare for release in RELEASES))))
 
 
 if __name__ == "__main__":
-    print(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -41,7 +41,7 @@ class Root:
         """The root's folder; makes it first if need be (about 40 s with a near mirror). Raises LabUnavailable."""
         if self.folder.is_dir():
             return self.folder
-        with only_maker():
+        with only_maker(self.name):
             if not self.folder.is_dir():
                 self._make()
         return self.folder
@@ -74,10 +74,10 @@ class Root:
 
 
 @contextmanager
-def only_maker() -> Iterator[None]:
-    """Holds the cache's lock: what is not there yet is made by one process at a time."""
+def only_maker(name: str) -> Iterator[None]:
+    """Holds a lock of the cache: what is not there yet is made by one process at a time."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "lock").open("w") as lock:
+    with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -335,13 +335,7 @@ def _watchdog(inference: InferenceHost, settings: Mapping[str, object]) -> Itera
     for unit in sorted(SHIPPED.glob("sglang-watchdog*.service")):
         host.copy_in(unit, f"/etc/systemd/system/{unit.name}")
     host.run("ln", "--symbolic", "--force", "--no-dereference", COMMAND, INSTALLED)
-    variables = f"LD_LIBRARY_PATH={sim_nvml.build.library()} SIM_NVML_DIR={CARDS}"
-    # The simulated driver writes down when it first saw a process gone; every reader shares that.
-    # The checkout stays in sight where it lies under /tmp or /var/tmp, of which the service has its own.
-    seen = f"BindReadOnlyPaths={CHECKOUT}"
-    drop_in = f"[Service]\nEnvironment={variables}\nReadWritePaths={CARDS}\n{seen}\n"
-    host.write(f"/etc/systemd/system/{SERVICE}.d/lab.conf", drop_in)
-    host.write(f"/etc/systemd/system/{HAND_BACK}.d/lab.conf", f"[Service]\n{seen}\n")
+    show_cards(host)
     host.write(SETTINGS, settings_text(inference.unit, inference.metrics_port, settings))
     host.systemctl("daemon-reload")
     began = time.time()
@@ -353,6 +347,17 @@ def _watchdog(inference: InferenceHost, settings: Mapping[str, object]) -> Itera
     finally:
         host.systemctl("stop", SERVICE, check=False)
         host.run("rm", "-rf", STATE, Path(SETTINGS).parent)
+
+
+def show_cards(host: LabHost) -> None:
+    """Drop-ins by which the installed services see the simulated cards; in force after a reload."""
+    variables = f"LD_LIBRARY_PATH={sim_nvml.build.library()} SIM_NVML_DIR={CARDS}"
+    # The simulated driver writes down when it first saw a process gone; every reader shares that.
+    # The checkout stays in sight where it lies under /tmp or /var/tmp, of which the service has its own.
+    seen = f"BindReadOnlyPaths={CHECKOUT}"
+    drop_in = f"[Service]\nEnvironment={variables}\nReadWritePaths={CARDS}\n{seen}\n"
+    host.write(f"/etc/systemd/system/{SERVICE}.d/lab.conf", drop_in)
+    host.write(f"/etc/systemd/system/{HAND_BACK}.d/lab.conf", f"[Service]\n{seen}\n")
 
 
 def _signalled_strangers(host: LabHost, since: float) -> set[int]:

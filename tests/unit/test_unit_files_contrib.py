@@ -49,10 +49,39 @@ def test_the_units_are_as_tight_as_they_claim(unit: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def systemd_version() -> int:
+    return int(analyze("--version").stdout.split()[1])
+
+
+@needs_systemd_analyze
+def test_the_backoff_is_taken_by_a_systemd_that_knows_it_and_warned_of_by_another(with_commands: Path) -> None:
+    """Why it is a file of its own, which is linked on 254 and later alone."""
+    folder = with_commands / f"{SERVICE}.d"
+    folder.mkdir()
+    shutil.copy(SHIPPED / "sglang-watchdog-backoff.conf", folder)
+    done = analyze("verify", "--man=no", str(with_commands / SERVICE))
+    assert done.returncode == 0
+    assert done.stderr.count("Unknown key 'Restart") == (0 if systemd_version() >= 254 else 2)
+
+
 def settings_of(unit: str) -> dict[str, str]:
     """The last value of each setting of [Unit] and [Service]."""
     text = (SHIPPED / unit).read_text()
     return {**dict(assignments(text, "Unit")), **dict(assignments(text, "Service"))}
+
+
+def test_each_line_of_the_sandbox_is_explained_in_place() -> None:
+    """One comment may be of three lines that do one thing together, and stands right above them."""
+    sandbox = (SHIPPED / SERVICE).read_text().split("# --- What it may do.")[1].split("[Install]")[0]
+    unexplained, since_comment = [], 99
+    for line in sandbox.splitlines()[1:]:
+        if line.startswith("#"):
+            since_comment = 0
+        else:
+            since_comment = since_comment + 1 if line else 99
+        if line and since_comment > 3:
+            unexplained.append(line)
+    assert unexplained == []
 
 
 def test_the_folders_of_the_service_are_those_of_the_settings() -> None:
@@ -65,7 +94,8 @@ def test_the_folders_of_the_service_are_those_of_the_settings() -> None:
 def test_a_watchdog_that_is_given_up_hands_its_units_back() -> None:
     hand_back = settings_of(SERVICE)["OnFailure"]
     assert settings_of(hand_back)["ExecStart"] == "/usr/bin/sglang-watchdog hand-back"
-    assert settings_of(hand_back)["StateDirectory"] == settings_of(SERVICE)["StateDirectory"]
+    for same in ("StateDirectory", "ReadWritePaths", "IPAddressAllow"):
+        assert settings_of(hand_back)[same] == settings_of(SERVICE)[same]
 
 
 def test_the_example_unit_takes_an_override_without_a_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
