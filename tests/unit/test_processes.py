@@ -1,10 +1,12 @@
 """/proc and cgroups as real processes show them, and signals that reach the process meant or none."""
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -282,3 +284,39 @@ def test_a_process_lives_on_in_its_threads_when_its_main_thread_is_a_zombie() ->
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_pid_that_a_thread_has_by_now_is_no_process() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        assert not processes.lives(ProcessId(thread.native_id, processes.start_ticks(thread.native_id) or 0))
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_the_group_that_a_leader_leaves_behind_is_no_process() -> None:
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; exec sleep 60"], process_group=0, stdout=subprocess.PIPE
+    ) as leader:
+        assert leader.stdout is not None
+        member, process = int(leader.stdout.readline()), identity(leader)
+        try:
+            leader.kill()
+            leader.wait()
+            assert not processes.lives(process)
+            assert signal_process(process, signal.SIGTERM, lambda: True) is SignalOutcome.GONE
+        finally:
+            os.kill(member, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("said", [errno.ESRCH, errno.EINVAL, errno.ENOENT])
+def test_no_process_is_told_in_three_ways_by_one_kernel_or_another(monkeypatch: pytest.MonkeyPatch, said: int) -> None:
+    def refused(_pid: int) -> int:
+        raise OSError(said, os.strerror(said))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert not processes.lives(ProcessId(os.getpid(), 1))

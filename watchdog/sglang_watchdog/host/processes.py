@@ -9,6 +9,7 @@ line for long names, and its table of sockets is read anew for each process.
 """
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -225,12 +226,19 @@ def lives(process: ProcessId) -> bool:
         return not poll.poll(0)
 
 
+# pidfd_open(2) where the number is no process: of nobody (ESRCH); still of a process group whose leader is gone, as
+# children leave it behind (EINVAL before Linux 6.15, ESRCH since); of a thread (EINVAL, or ENOENT since).
+_NO_PROCESS = frozenset({errno.ESRCH, errno.EINVAL, errno.ENOENT})
+
+
 @contextlib.contextmanager
 def _held(process: ProcessId) -> Iterator[int | None]:
     """A pidfd of this very process; None where it is gone."""
     try:
         fd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+    except OSError as error:
+        if error.errno not in _NO_PROCESS:
+            raise
         yield None
         return
     try:
