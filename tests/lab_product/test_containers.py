@@ -17,6 +17,7 @@ pytestmark = pytest.mark.lab
 
 ACTING = {"act": True, "soak": 0.5}
 SOMEBODYS = "somebodys"
+KIND = "/run/systemd/container"
 SIMULATION = Simulation(nvml=CARDS)
 HELD = 2 * GIB
 
@@ -78,3 +79,13 @@ def test_without_an_engine_that_answers_a_left_over_container_is_named_and_left_
         assert all(used > GIB for used in host.gpu_used())
         host.host.run("rm", podman.BEFORE_PODMAN)
         wait_until(lambda: SOMEBODYS in running(host.host), 10, "somebody's container runs")
+
+
+def test_on_a_host_that_is_itself_a_container_a_kill_without_a_word_is_unknown(inference: Inference) -> None:
+    with inference(settings=ACTING, restart="no") as host:
+        host.start()
+        host.host.write(KIND, "lxc")  # as systemd does there
+        host.host.run("kill", "-KILL", host.show("MainPID")["MainPID"])
+        alert = host.wait_alert(CLASS="unknown")
+        host.host.run("rm", KIND)
+        assert "pct config CTID" in alert.get("ADVICE")

@@ -188,8 +188,12 @@ class Cards:
 
     async def _silent(self, verdicts: Verdicts) -> dict[str, str]:
         """Containers of ours whose engines cannot end them, by id, and why."""
-        ours = {one.container for one in verdicts.values() if one.container and one.owner is Owner.OURS}
-        return {one.id: why for one in ours if (why := await containers.silence(one))}
+        silent = {}
+        for container in {one.container for one in verdicts.values() if one.container and one.owner is Owner.OURS}:
+            self._progress()  # an engine may take its time, each of them
+            if why := await containers.silence(container):
+                silent[container.id] = why
+        return silent
 
     def _above(self, verdicts: Verdicts) -> set[int]:
         """Of the holders that are ours, the processes above them."""

@@ -186,7 +186,9 @@ class Executor:
             raise Yielded(f"a {snapshot.job_type} job that is not ours is queued before the step {step}")
         if not snapshot.ended and not task.by_hand:
             raise Yielded(f"the unit was started by somebody else before the step {step}")
-        if not task.by_hand and witness.saw_a_stop(self._systemd, self._ledger, snapshot):
+        # A plan that starts nothing frees what a stop left behind: it is that stop that was seen.
+        starts = Step.START in task.incident.steps and not task.by_hand
+        if starts and witness.saw_a_stop(self._systemd, self._ledger, snapshot):
             raise Yielded(f"the unit was stopped by hand before the step {step}")
 
     def _check_pause(self) -> None:
