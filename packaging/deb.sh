@@ -63,6 +63,8 @@ for unit in "${units[@]}"; do
 done
 install -D -m 0644 contrib/systemd/sglang-watchdog.catalog "$tree/usr/lib/systemd/catalog/sglang-watchdog.catalog"
 install -D -m 0644 contrib/systemd/sglang.service "$tree/usr/share/doc/sglang-watchdog/examples/sglang.service"
+install -D -m 0644 contrib/systemd/sglang-start-gate.conf \
+    "$tree/usr/share/doc/sglang-watchdog/examples/sglang-start-gate.conf"
 install -D -m 0644 packaging/deb/lintian-overrides "$tree/usr/share/lintian/overrides/sglang-watchdog"
 "$PY" packaging/documents.py "$tree" "$version" "$(changed %aD CHANGELOG.md -R)"
 "$PY" packaging/manual.py "$tree"

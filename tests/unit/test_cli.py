@@ -74,6 +74,9 @@ class Daemon:
         }
         return {"units": [row], "blind": ["NVML: no card can be read"]}
 
+    async def may_start(self, unit: str) -> dict[str, object]:
+        return self._said("may-start", unit)
+
     async def gpus(self) -> dict[str, object]:
         holder = {"pid": 4711, "used_bytes": 10 << 30, "whose": f"{LONG}: ours", "why": "its pid was recorded"}
         nameless = {"pid": None, "used_bytes": 1 << 30, "whose": "unknown", "why": "NVML cannot name the process"}

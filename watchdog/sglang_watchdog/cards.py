@@ -94,6 +94,15 @@ class Cards:
         held_by_it = sum(h.used_bytes for gpu in answer.gpus for h in gpu.holders if h.pid in own)
         return Before(_without(answer, own), _held(answer, verdicts, own), held_by_it)
 
+    async def held(self, snapshot: UnitSnapshot) -> tuple[HeldMemory, ...]:
+        """What others than the unit's running launch hold, and whose it is. Nothing where the cards cannot be read."""
+        answer = await self.read()
+        if not isinstance(answer, GpuReading):
+            return ()
+        verdicts = await self.verdicts(answer, snapshot)
+        own = {pid for pid, ownership in verdicts.items() if ownership.owner is Owner.CURRENT_LAUNCH}
+        return _held(answer, verdicts, own)
+
     async def verdicts(self, reading: GpuReading, snapshot: UnitSnapshot | None = None) -> Verdicts:
         """Whose each holder is, by pid."""
         return await self._judge(_listed(reading), snapshot or self._parts.systemd.snapshot(self._unit))

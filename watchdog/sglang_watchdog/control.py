@@ -26,6 +26,8 @@ class Controlled(Protocol):
 
     async def gpus(self) -> Json: ...
 
+    async def may_start(self, unit: str) -> Json: ...
+
     async def free(self, unit: str, *, dry_run: bool) -> Json: ...
 
     async def pause(self, unit: str, seconds: float) -> Json: ...
@@ -51,6 +53,7 @@ class ControlServer:
         app = web.Application(middlewares=[_root_only, _errors_as_json])
         app.router.add_get("/v1/status", self._status)
         app.router.add_get("/v1/gpus", self._gpus)
+        app.router.add_get("/v1/units/{unit}/may-start", self._may_start)
         app.router.add_post("/v1/units/{unit}/free", self._free)
         app.router.add_post("/v1/units/{unit}/pause", self._pause)
         app.router.add_post("/v1/units/{unit}/resume", self._resume)
@@ -73,6 +76,9 @@ class ControlServer:
 
     async def _gpus(self, _request: web.Request) -> web.Response:
         return web.json_response(await self._controlled.gpus())
+
+    async def _may_start(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._controlled.may_start(request.match_info["unit"]))
 
     async def _free(self, request: web.Request) -> web.Response:
         dry_run = request.query.get("dry_run", "false") == "true"

@@ -228,6 +228,10 @@ class Daemon:
         whose = {unit: await watcher.cards.verdicts(answer) for unit, watcher in self._watchers.items()}
         return {"driver": answer.driver, "gpus": [_gpu_json(gpu, whose) for gpu in answer.gpus]}
 
+    async def may_start(self, unit: str) -> Json:
+        answer = await self._watched(unit).gate.answer()
+        return {"move": answer.move, "reason": answer.reason}
+
     async def free(self, unit: str, *, dry_run: bool) -> Json:
         return await self._by_hand(unit).free(dry_run=dry_run)
 
@@ -247,10 +251,15 @@ class Daemon:
         return {"summary": self._by_hand(unit).forget(name)}
 
     def _by_hand(self, unit: str) -> ByHand:
-        watcher = self._watchers.get(unit)
-        if watcher is None or self._parts is None:
-            raise UnusableInput(f"{unit} is not watched; watched are {', '.join(self._watchers) or 'no units'}")
+        watcher = self._watched(unit)
+        assert self._parts is not None
         return ByHand(watcher, self._parts)
+
+    def _watched(self, unit: str) -> UnitWatcher:
+        watcher = self._watchers.get(unit)
+        if watcher is None:
+            raise UnusableInput(f"{unit} is not watched; watched are {', '.join(self._watchers) or 'no units'}")
+        return watcher
 
 
 def _tls(settings: MetricsSettings) -> Tls | None:

@@ -344,7 +344,8 @@ class Incidents:
         if self.verifying is None:
             return
         now, verifying = self._parts.clock.monotonic(), self.verifying
-        no_launch = snapshot.ended and not snapshot.job and snapshot.invocation == verifying.incident.invocation
+        none_since = snapshot.refused or snapshot.invocation == verifying.incident.invocation
+        no_launch = snapshot.ended and not snapshot.job and none_since
         if no_launch and now - verifying.since > _NO_LAUNCH_AFTER_S:
             self._verified(Outcome.FAILED, f"The start brought no launch; the unit is {snapshot.active_state}.")
             return

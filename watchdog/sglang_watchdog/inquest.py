@@ -22,10 +22,12 @@ from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.domain.visible import seen_before
 from sglang_watchdog.host import containers, surroundings, unit_files
+from sglang_watchdog.host.server_files import ServerFiles
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
 from sglang_watchdog.recovery.freed import out_of_reach
+from sglang_watchdog.recovery.gate import refused
 from sglang_watchdog.recovery.policy import DAY_S, Budget, Facts, Plan, decide, demotes, proves_a_ceiling
 from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
@@ -106,6 +108,8 @@ class Inquest:
 
     def diagnose(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> Diagnosis:
         """Why the launch ended, or, where it runs, what is surprising about it."""
+        if snapshot.refused and launch.invocation == snapshot.invocation and (ceiling := self.ceiling_of(launch)):
+            return refused(ceiling)
         compared, record = compared_with(self._parts.ledger, self._unit, self.base(launch)), launch.record()
         return diagnose(
             Case(
@@ -191,7 +195,7 @@ class Inquest:
                 budget=_budget(self._settings),
                 paused=self._pausing.in_words(),
                 several_nodes=launch.several_nodes or self._settings.several_nodes,
-                operator_stopped=snapshot.active_state is ActiveState.INACTIVE
+                operator_stopped=(snapshot.active_state is ActiveState.INACTIVE and not snapshot.refused)
                 or witness.saw_a_stop(self._parts.systemd, ledger, snapshot),
                 left_overs=bool(left.end),
                 out_of_reach=out_of_reach(left),
@@ -201,9 +205,12 @@ class Inquest:
         )
 
     def base(self, launch: LaunchWatch) -> str:
-        files = launch.files
+        return self.base_of(launch.argv, launch.files)
+
+    def base_of(self, argv: tuple[str, ...], files: ServerFiles | None) -> str:
+        """`argv` without secrets."""
         return base_of(
-            launch.argv,
+            argv,
             self.managed,
             version=files.version if files else "",
             driver=self._cards.driver,

@@ -17,6 +17,7 @@ from sglang_watchdog.domain.errors import BusLost, WatchdogError
 from sglang_watchdog.domain.known_good import Ceiling, KnownGood
 from sglang_watchdog.domain.launch import Launch, Phase
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
+from sglang_watchdog.gate import Gate
 from sglang_watchdog.host.bus import Hint, HintKind
 from sglang_watchdog.incidents import Incidents
 from sglang_watchdog.inquest import Inquest
@@ -65,6 +66,7 @@ class UnitWatcher:
         self.incidents = Incidents(
             unit, settings, parts, self.cards, self.inquest, self._overriding, self.pausing, progress
         )
+        self.gate = Gate(unit, parts, self.cards, self.inquest, lambda: self.may_act)
         self.proof: Proof | None = None
 
     def hint(self, hint: Hint) -> None:
@@ -146,7 +148,8 @@ class UnitWatcher:
         if launch is not None and launch.ended is None and launch.invocation != snapshot.invocation:
             await self._ended(launch, snapshot)  # the bus shows the newest launch only
             snapshot = self.snapshot = self._parts.systemd.snapshot(self.unit)  # that may have taken long
-        if snapshot.invocation and (launch is None or launch.invocation != snapshot.invocation):
+        new = launch is None or launch.invocation != snapshot.invocation
+        if snapshot.invocation and new and not snapshot.in_condition:
             self._begin(snapshot)
         launch = self.launch
         if launch is not None and launch.ended is None and launch.invocation == snapshot.invocation:
@@ -322,7 +325,8 @@ class UnitWatcher:
         self._parts.metrics.runs(self.unit, None)
         await self.inquest.identify(launch)
         self._tell_ceiling(launch)  # what dies at once is seen by its end alone
-        await self.inquest.read_to_the_end(launch)
+        if not snapshot.refused:  # what never ran has said nothing
+            await self.inquest.read_to_the_end(launch)
         await self.incidents.ended(launch, snapshot)
 
     def _set_degraded(self, degraded: bool) -> None:

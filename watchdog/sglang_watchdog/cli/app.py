@@ -5,7 +5,7 @@ import os
 import typer
 from typer._completion_classes import completion_init
 
-from sglang_watchdog.cli import check_config, diagnose, history, operate, run, setup, status
+from sglang_watchdog.cli import check_config, diagnose, history, may_start, operate, run, setup, status
 
 COMPLETE_VARIABLE = "_SGLANG_WATCHDOG_COMPLETE"  # set by the completions that are installed for shells
 
@@ -30,6 +30,7 @@ app.command("resume")(operate.resume)
 app.command("rollback")(operate.rollback)
 app.command("mark-good")(operate.mark_good)
 app.command("forget")(operate.forget)
+app.command("may-start")(may_start.may_start)
 app.command("hand-back")(run.hand_back)
 app.command("setup")(setup.setup)
 app.command("check-config")(check_config.check_config)

@@ -11,7 +11,6 @@ from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
 
 Json = dict[str, object]
 _TIMEOUT_S = 120
-_TIMEOUT = aiohttp.ClientTimeout(total=_TIMEOUT_S, connect=5)
 _DENIED = frozenset({errno.EACCES, errno.EPERM})
 
 
@@ -19,14 +18,16 @@ class NotRunning(WatchdogError):
     """No daemon answers on the control socket, or not to us."""
 
 
-def ask(runtime_dir: Path, method: str, path: str) -> Json:
+def ask(runtime_dir: Path, method: str, path: str, timeout_s: float = _TIMEOUT_S) -> Json:
     """One request. Raises `WatchdogError` with the daemon's own words, or with what keeps it from being asked."""
-    return asyncio.run(_ask(runtime_dir / SOCKET_NAME, method, path))
+    return asyncio.run(_ask(runtime_dir / SOCKET_NAME, method, path, timeout_s))
 
 
-async def _ask(socket: Path, method: str, path: str) -> Json:
+async def _ask(socket: Path, method: str, path: str, timeout_s: float) -> Json:
     connector = aiohttp.UnixConnector(path=str(socket))
-    async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s, connect=5)
+    ) as session:
         try:
             async with session.request(method, f"http://watchdog{path}") as answer:
                 body: Json = await answer.json()
@@ -34,7 +35,7 @@ async def _ask(socket: Path, method: str, path: str) -> Json:
         except aiohttp.ContentTypeError as error:
             raise WatchdogError("the daemon failed to answer; why: journalctl -u sglang-watchdog") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise NotRunning(_why_not(socket, error)) from error
+            raise NotRunning(_why_not(socket, error, timeout_s)) from error
     if status == 400:
         raise UnusableInput(str(body.get("error")))
     if status != 200:
@@ -42,10 +43,10 @@ async def _ask(socket: Path, method: str, path: str) -> Json:
     return body
 
 
-def _why_not(socket: Path, error: Exception) -> str:
+def _why_not(socket: Path, error: Exception, timeout_s: float) -> str:
     """aiohttp wraps what connect(2) said in an error of its own, which keeps the number only."""
     if isinstance(error, OSError) and error.errno in _DENIED:
         return f"{socket} is root's alone: run this as root"
     if isinstance(error, TimeoutError):
-        return f"sglang-watchdog did not answer within {_TIMEOUT_S} s; why: journalctl -u sglang-watchdog"
+        return f"sglang-watchdog did not answer within {timeout_s:.0f} s; why: journalctl -u sglang-watchdog"
     return f"sglang-watchdog is not running ({socket} does not answer): systemctl start sglang-watchdog"

@@ -43,10 +43,10 @@ def free(
     _print([json.dumps(answer)] if as_json else _free_lines(answer, dry_run=dry_run))
 
 
-def ask(config: Path, method: str, path: str) -> Json:
+def ask(config: Path, method: str, path: str, **limits: float) -> Json:
     from sglang_watchdog.cli import client  # aiohttp takes longer to import than most commands to run
 
-    return client.ask(Path(load(config).runtime_dir), method, path)
+    return client.ask(Path(load(config).runtime_dir), method, path, **limits)
 
 
 def _print(lines: Iterator[str] | list[str]) -> None:

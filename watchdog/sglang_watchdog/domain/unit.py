@@ -91,6 +91,16 @@ class UnitSnapshot:
         return self.in_auto_restart or self.active_state in (ActiveState.INACTIVE, ActiveState.FAILED)
 
     @property
+    def refused(self) -> bool:
+        """A condition of the unit (`ExecCondition=`) kept its newest start from running: no failure, and no stop."""
+        return self.active_state is ActiveState.INACTIVE and self.result is ServiceResult.EXEC_CONDITION
+
+    @property
+    def in_condition(self) -> bool:
+        """Its newest start is not decided yet."""
+        return self.sub_state == "condition"
+
+    @property
     def stop_ends_all(self) -> bool:
         """systemd's own stop leaves no process of the unit's cgroup behind; with KillMode=process or none the operator
         has asked for some to stay."""

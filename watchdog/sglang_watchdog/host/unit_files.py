@@ -107,6 +107,14 @@ def intended_config(snapshot: UnitSnapshot, managed: frozenset[str] = frozenset(
     return _config(on_disk(snapshot), managed)
 
 
+def planned_argv(snapshot: UnitSnapshot) -> tuple[str, ...]:
+    """The command that a start would run now, our override included. Empty where that cannot be known: the files are
+    not what systemd has loaded, or do not tell."""
+    disk = on_disk(snapshot)
+    known = disk.command is not None and not snapshot.need_daemon_reload
+    return tuple(expand(disk.command, disk.environment)) if known and disk.command else ()
+
+
 def disk_changed(snapshot: UnitSnapshot) -> float | None:
     """When the newest of the unit's files came to be what it is now (Unix seconds). The change time of the inode, since
     a copy may carry an old modification time."""

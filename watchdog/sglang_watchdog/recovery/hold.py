@@ -29,6 +29,9 @@ def next_move(unit: UnitSnapshot, failed_invocation: str, *, doomed: bool, stopp
     match unit.active_state:
         case ActiveState.FAILED:
             return HoldMove.YIELD if unit.job else HoldMove.HELD
+        case ActiveState.INACTIVE if unit.refused:
+            # systemd's own restart was refused by a condition of the unit, and then there is none any more.
+            return HoldMove.YIELD if unit.job else HoldMove.HELD
         case ActiveState.INACTIVE:
             return HoldMove.HELD if stopped_by_us and not unit.job else HoldMove.YIELD
         case ActiveState.DEACTIVATING:
