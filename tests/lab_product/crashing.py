@@ -32,18 +32,20 @@ _LEDGER_WRITES = (
 )
 _BUS_CALLS = ("ref", "stop", "reset_failed", "start", "kill", "call_witness", "dismiss_witness")
 _FILE_CALLS = ("open", "fchmod", "fsync", "rename", "unlink")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _counts: Counter[str] = Counter()
 _steps: dict[int, Step] = {}
 
 
 def crossing(name: str) -> None:
-    """Writes the point down, and ends the process if it is the one that was asked for."""
-    _counts[name] += 1
-    point = f"{name}#{_counts[name]}"
+    """Writes the point down, and ends the process if it is the one that was asked for. It is counted from the time on
+    at which it was armed: how often a daemon that waits looks is a matter of time."""
     try:
         armed = ARMED.read_text().strip()
     except FileNotFoundError:
         return
+    _counts[name] += 1
+    point = f"{name}#{_counts[name]}"
     with CROSSED.open("a") as file:
         file.write(point + "\n")
     if armed == point:
@@ -64,6 +66,18 @@ def around(owner: Any, function: str, name: Callable[..., str]) -> None:
         return result
 
     setattr(owner, function, crossed)
+
+
+def around_file_calls(files: SimpleNamespace) -> None:
+    """Opening a file or a folder to read it is no act."""
+    for function in _FILE_CALLS:
+        around(files, function, lambda *_, _name=function, **__: f"override {_name}")
+    acting, plain = files.open, os.open
+
+    def opened(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        return int((acting if flags & _WRITES else plain)(path, flags, *rest, **options))
+
+    files.open = opened
 
 
 def around_saved_launches() -> None:
@@ -143,8 +157,7 @@ def wrap() -> None:
     for function in _BUS_CALLS:
         around(Systemd, function, lambda *_, _name=function, **__: f"bus {_name}")
     files = SimpleNamespace(**vars(os))
-    for function in _FILE_CALLS:
-        around(files, function, lambda *_, _name=function, **__: f"override {_name}")
+    around_file_calls(files)
     vars(override)["os"] = files
     around_signals()
     around_reload()

@@ -6,8 +6,9 @@ import pytest
 
 from lab.host import LabHost
 from lab_product.conftest import Inference, deploy, override, proven
-from lab_product.installed import SERVICE, STATE
+from lab_product.installed import INSTALLED, SERVICE, STATE
 from lab_product.test_operator import ACTING, AT_ONCE, deploy_what_fails, let_go, starts, steps_of
+from sglang_watchdog.reporting.alerts import AlertId
 
 pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("world")]
 NONSENSE = "this is no database\n" * 300
@@ -35,7 +36,7 @@ def test_systemd_or_the_journal_started_anew_in_the_middle_costs_no_second_start
         assert host.tokens(4) == 4
 
 
-def test_with_a_broken_ledger_the_watchdog_observes_and_leaves_the_file_as_it_is(inference: Inference) -> None:
+def test_a_broken_ledger_is_kept_aside_and_nothing_is_acted_on_until_a_person_says_so(inference: Inference) -> None:
     with inference(settings=ACTING, simulation=AT_ONCE, restart="no") as host:
         proven(host)
         host.host.systemctl("stop", SERVICE)
@@ -47,4 +48,8 @@ def test_with_a_broken_ledger_the_watchdog_observes_and_leaves_the_file_as_it_is
         assert host.alerts(ACTION="hold") == []
         assert override(host) == ""
         assert host.metric("sglang_watchdog_ledger_writable") == 0
-        assert host.host.read(f"{STATE}/ledger.db") == NONSENSE
+        assert host.host.run("sh", "-c", f"cat {STATE}/ledger.db.broken-*").stdout == NONSENSE
+        assert "broken" in host.status()["units"][0]["paused"]
+        assert "broken" in host.host.run("journalctl", f"MESSAGE_ID={AlertId.BLIND}", "--output=cat").stdout
+        host.host.run(INSTALLED, "resume", host.unit)
+        assert (host.status()["units"][0]["act"], host.metric("sglang_watchdog_ledger_writable")) == (True, 1)

@@ -70,6 +70,7 @@ class Daemon:
             "proven": [{"id": "g1a2b3c4d", "config": "steps 4", "proven": 0.0, "traffic": False}],
             "ceilings": [{"id": "c5e6f7a8b", "config": "steps 12", "seen": 0.0, "class": "kv_cache_oom"}],
             "paused_until": 60.0,
+            "paused": "paused until 1970-01-01 00:01:00 UTC",
             "last_incident": {"id": "c8b047994eb7", "class": "kv_cache_oom", "outcome": "contained"},
         }
         return {"units": [row], "blind": ["NVML: no card can be read"]}

@@ -201,7 +201,8 @@ def test_a_ledger_of_schema_1_is_taken_over_with_all_that_it_holds(path: Path) -
     ledger.close()
     db = sqlite3.connect(path)
     db.executescript(
-        "DROP TABLE pauses; DROP TABLE witnesses; DROP TABLE untold; DROP TABLE reloads_owed; PRAGMA user_version=1;"
+        "DROP TABLE pauses; DROP TABLE witnesses; DROP TABLE untold; DROP TABLE reloads_owed;"
+        "DROP TABLE acknowledged; PRAGMA user_version=1;"
     )
     db.close()
     again = Ledger.open(path)

@@ -12,7 +12,7 @@ from importlib.metadata import version
 import pystemd.daemon
 import structlog
 
-from sglang_watchdog import witness
+from sglang_watchdog import broken_ledger, witness
 from sglang_watchdog.by_hand import ByHand
 from sglang_watchdog.control import ControlServer, Json
 from sglang_watchdog.diagnosis.entries import entry_or_none
@@ -41,7 +41,7 @@ _RECONNECT_S = 2.0
 _IN_WORDS = {
     Sense.BUS: "systemd, whose bus does not answer",
     Sense.NVML: "the cards, since NVML does not answer",
-    Sense.LEDGER: "a ledger to write to, so that it only observes",
+    Sense.LEDGER: "a ledger that it can go by, so that it only observes",
     Sense.JOURNAL: "the journal",
     Sense.MODEL: "the model's files, so that what was proven cannot be compared",
 }
@@ -103,12 +103,14 @@ class Daemon:
         """A ledger that cannot be written leaves the daemon observing: without intents nothing is done."""
         path = self._settings.state_dir / LEDGER_NAME
         try:
-            ledger = Ledger.open(path)
+            ledger = broken_ledger.open_sound(path)
         except LedgerError as error:
             log.error("observing only", error=str(error))
             self._metrics.sees(Sense.LEDGER, well=False)
             return Ledger.in_memory(), False
-        self._metrics.sees(Sense.LEDGER, well=True)
+        self._metrics.sees(Sense.LEDGER, well=not ledger.unacknowledged)
+        if words := broken_ledger.in_words(ledger):
+            alerts.send(alerts.blind(f"what it knew: every unit is {words}. One that it held is down: start it."))
         return ledger, True
 
     def _serve_metrics(self) -> None:

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_watchdog.domain.errors import LedgerError
+from sglang_watchdog.domain.errors import LedgerBroken, LedgerError
 from sglang_watchdog.domain.failure import FailureClass
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
 from sglang_watchdog.domain.known_good import Ceiling, KnownGood
@@ -49,6 +49,7 @@ _SINCE_3 = """
 CREATE TABLE witnesses (unit TEXT PRIMARY KEY, invocation TEXT NOT NULL) STRICT;
 CREATE TABLE untold (incident TEXT PRIMARY KEY REFERENCES incidents) STRICT;
 CREATE TABLE reloads_owed (unit TEXT PRIMARY KEY) STRICT;
+CREATE TABLE acknowledged (kept TEXT PRIMARY KEY) STRICT;
 """
 _STEPS = (_SCHEMA, _SINCE_2, _SINCE_3)  # from nothing to 1, from 1 to 2, from 2 to 3
 _NEWEST_INCIDENTS = "SELECT id FROM incidents WHERE unit=:unit ORDER BY rowid DESC LIMIT :keep"
@@ -71,11 +72,13 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {
 
 
 class Ledger:
-    """Raises `LedgerError` in one sentence where the file cannot be used; never alters a file it does not know."""
+    """Raises `LedgerError` in one sentence where the file cannot be used; never alters a file it does not know.
+    `unacknowledged`: broken ledgers that were kept aside, by name, of which no person has said yet that they know."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._db = connection
         self.path = path
+        self.unacknowledged: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool = False) -> "Ledger":
@@ -85,7 +88,8 @@ class Ledger:
             ledger = cls(db, path)
             ledger._prepare(read_only=read_only)
         except sqlite3.Error as error:
-            raise LedgerError(f"the ledger {path} cannot be opened: {_why_not(path, error)}") from error
+            kind = LedgerBroken if _is_broken(error) else LedgerError
+            raise kind(f"the ledger {path} cannot be opened: {_why_not(path, error)}") from error
         return ledger
 
     @classmethod
@@ -97,6 +101,15 @@ class Ledger:
 
     def close(self) -> None:
         self._db.close()
+
+    def check(self) -> None:
+        """Raises `LedgerBroken` where SQLite finds damage; reads the whole file."""
+        try:
+            found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        except sqlite3.Error as error:
+            found = str(error)
+        if found != "ok":
+            raise LedgerBroken(f"the ledger {self.path} is broken: {found}")
 
     def _prepare(self, *, read_only: bool) -> None:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -379,6 +392,15 @@ class Ledger:
 
     # The file
 
+    def find_unacknowledged(self, kept: Iterable[str]) -> None:
+        known = {row[0] for row in self._rows("SELECT kept FROM acknowledged", ())}
+        self.unacknowledged = tuple(sorted(name for name in kept if name not in known))
+
+    def acknowledge(self) -> None:
+        for name in self.unacknowledged:
+            self._write("INSERT OR IGNORE INTO acknowledged VALUES (?)", (name,))
+        self.unacknowledged = ()
+
     def prune(self, unit: str, keep: int = 1000) -> None:
         """Forgets the unit's launches and incidents (with their intents) but for the newest `keep` of each.
 
@@ -444,6 +466,11 @@ def _first(error: ValueError) -> str:
         return str(error)
     details = error.errors(include_url=False, include_input=False)[0]
     return ": ".join(filter(None, (".".join(map(str, details["loc"])), details["msg"])))
+
+
+def _is_broken(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind, the rest its variant
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _why_not(path: Path, error: sqlite3.Error) -> str:

@@ -27,6 +27,7 @@ from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
 from sglang_watchdog.proof import Proof
 from sglang_watchdog.reporting import alerts
+from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
 
 # How often a turn is taken while something is awaited (seconds).
@@ -192,6 +193,7 @@ class UnitWatcher:
         if since is None:
             return False
         alerts.send(alerts.pause(self.unit, "resume", "the pause is over"))
+        self._parts.metrics.sees(Sense.LEDGER, well=self._parts.may_act)
         last = next(iter(self._parts.ledger.incidents(self.unit, 1)), None)
         still = last is not None and last.invocation == snapshot.invocation and last.opened >= since
         stopped = snapshot.active_state is ActiveState.INACTIVE or self._saw_a_stop(snapshot)
@@ -379,6 +381,7 @@ class UnitWatcher:
             "proven": [_good_json(one) for one in good],
             "ceilings": [_ceiling_json(one) for one in self._parts.ledger.ceilings(self.unit, base)],
             "paused_until": self.pausing.until,
+            "paused": self.pausing.in_words(),
             "degraded": self.degraded,
             "incident": self.incidents.verifying.incident.id if self.incidents.verifying else "",
             "last_incident": {"id": last.id, "class": last.failure, "outcome": last.outcome} if last else None,

@@ -26,7 +26,7 @@ def pause(
 
 
 def resume(unit: UnitArgument, config: ConfigOption = DEFAULT_PATH) -> None:
-    """End a pause. What failed meanwhile, and is still down, is taken up now."""
+    """End a pause, also that of a broken ledger. What failed meanwhile, and is still down, is taken up now."""
     _tell(unit, "resume", config)
 
 

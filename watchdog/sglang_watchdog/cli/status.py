@@ -70,7 +70,7 @@ def _unit_lines(row: Json) -> Iterator[str]:
         yield f"    {good['id']}  {good['config']}, proven {_when(good['proven'])}{how}"
     for ceiling in row["ceilings"]:
         yield f"    {ceiling['id']}  {ceiling['config']} does not fit: {ceiling['class']}, {_when(ceiling['seen'])}"
-    paused = f", paused until {_when(row['paused_until'])}" if row["paused_until"] else ""
+    paused = f", paused until {_when(row['paused_until'])}" if row["paused_until"] else _after_a_comma(row["paused"])
     yield f"    may act: {'yes' if row['act'] else 'no'}{paused}"
     if row["last_incident"]:
         yield "    last incident: {class} ({outcome})  {id}".format_map(row["last_incident"])
@@ -94,6 +94,10 @@ def _free_lines(answer: Json, *, dry_run: bool) -> Iterator[str]:
         who = row["pid"] or "a process that is not visible here"
         yield f"left alone: {who} ({row['why']})" + (f"; `{row['by_hand']}` ends it" if row["by_hand"] else "")
     yield answer["summary"]
+
+
+def _after_a_comma(words: str) -> str:
+    return f", {words}" if words else ""
 
 
 def _when(time: float) -> str:

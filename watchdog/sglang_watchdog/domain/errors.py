@@ -31,3 +31,7 @@ class DeadlineExceeded(WatchdogError):
 
 class LedgerError(WatchdogError):
     """The ledger cannot be opened or written."""
+
+
+class LedgerBroken(LedgerError):
+    """The ledger's file is no sound database."""

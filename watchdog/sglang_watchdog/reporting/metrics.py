@@ -45,7 +45,7 @@ class Sense(StrEnum):
 _SENSES = {
     Sense.BUS: "1 while systemd's bus can be reached; 0: nothing is watched",
     Sense.NVML: "1 where NVML answered when last asked",
-    Sense.LEDGER: "1 while the ledger can be written; 0: the watchdog only observes",
+    Sense.LEDGER: "1 while the ledger can be written, and no broken one awaits `resume`; 0: the watchdog only observes",
     Sense.JOURNAL: "1 where the last pull of the journal worked",
     Sense.MODEL: "1 where the files of the model last launched could be read within 10 s",
 }
