@@ -172,7 +172,7 @@ def test_what_fails_in_a_pause_is_recovered_when_its_time_is_over(inference: Inf
 STORM = "for number in range({lines}): print(f'[2026-01-01 00:00:00] Decode batch, #running-req: 1, line {{number}}')"
 
 
-def test_a_storm_of_lines_costs_neither_memory_nor_a_failure_that_comes_after(
+def test_a_storm_of_lines_and_a_vacuum_cost_neither_memory_nor_a_failure_that_comes_after(
     inference: Inference,
 ) -> None:
     lines = int(os.environ.get("STORM_LINES", "100000"))
@@ -184,6 +184,10 @@ def test_a_storm_of_lines_costs_neither_memory_nor_a_failure_that_comes_after(
         # As a process of the unit, whose words are the launch's own.
         into = f'echo $$ >{group}; exec systemd-cat --identifier=sglang {PYTHON} -c "$1"'
         lab.run("sh", "-c", into, "storm", STORM.format(lines=lines), timeout=600)
+        last = (f"_SYSTEMD_INVOCATION_ID={host.invocation()}", f"--grep=line {lines - 1}$")
+        assert lab.journal(*last)
+        lab.run("sh", "-c", "journalctl --rotate; journalctl --vacuum-time=1ms")  # with the daemon's place in it
+        assert "line 0\n" not in lab.run("journalctl", "--output=cat", "--grep=line 0$", check=False).stdout
         deploy(host, 10)
         host.wait_alert(deadline_s=60, OUTCOME="contained")
         assert steps_of(host) == "4"

@@ -1,6 +1,10 @@
 """What the start gate answers, from what it is told; and its command, which lets everything pass that it cannot ask."""
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -10,14 +14,25 @@ from sglang_watchdog.domain.errors import WatchdogError
 from sglang_watchdog.domain.failure import FailureClass
 from sglang_watchdog.domain.gpu import HeldMemory
 from sglang_watchdog.domain.known_good import Ceiling
+from sglang_watchdog.domain.launch import Launch
+from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import ActiveState, ServiceResult, UnitSnapshot
+from sglang_watchdog.gate import Gate
+from sglang_watchdog.host import unit_files
+from sglang_watchdog.host.server_files import ServerFiles
+from sglang_watchdog.inquest import Inquest
+from sglang_watchdog.ledger import Ledger
 from sglang_watchdog.recovery.gate import GateMove, decide, refused
 from sglang_watchdog.recovery.hold import HoldMove, next_move
 from sglang_watchdog.recovery.policy import proves_a_ceiling
+from sglang_watchdog.settings import UnitSettings
 from unit.test_policy import config
 
 UNIT = "sglang.service"
 CEILING = Ceiling(UNIT, "base", config(10), FailureClass.KV_CACHE_OOM, "a" * 32, 1000.0)
+NEW = "b" * 32
+FILES = ServerFiles("digest", "0.5.16")
+TEN = ("python", "-m", "sglang.launch_server", *config(10).words())
 OURS = HeldMemory(0, 2**30, "process 7", True, 7)
 STRANGERS = HeldMemory(0, 90 * 2**30, "process 8", False, 8)
 
@@ -50,6 +65,80 @@ def test_a_refused_start_is_told_with_the_way_around_it() -> None:
 def test_a_unit_that_a_condition_kept_down_was_not_stopped_by_hand() -> None:
     down = UnitSnapshot(UNIT, active_state=ActiveState.INACTIVE, result=ServiceResult.EXEC_CONDITION)
     assert next_move(down, "f" * 32, doomed=False, stopped_by_us=False) is HoldMove.HELD
+
+
+class Host:
+    """A unit whose start is in its condition, and a ledger that knows a ceiling: what runs, steps 10, is one."""
+
+    def __init__(self, folder: Path, argv: tuple[str, ...]) -> None:
+        self.ledger = Ledger.open(folder / "ledger.db")
+        self.snapshot = UnitSnapshot(UNIT, active_state=ActiveState.ACTIVATING, sub_state="condition", invocation=NEW)
+        self.settings = UnitSettings(act=True)
+        self.uuids: tuple[str, ...] = ("GPU-0",)
+        self.driver = "570"
+        parts: Any = SimpleNamespace(
+            systemd=SimpleNamespace(snapshot=lambda _unit: self.snapshot),
+            ledger=self.ledger,
+            clock=SimpleNamespace(now=lambda: 2000.0),
+            files=SimpleNamespace(read=self.read),
+        )
+        cards: Any = self
+        pausing: Any = None
+        inquest = Inquest(UNIT, self.settings, parts, cards, pausing, lambda _snapshot: "")
+        self.gate = Gate(UNIT, parts, cards, inquest, lambda: self.settings.act)
+        base = inquest.base_of(argv, FILES)
+        self.ledger.save_ceiling(replace(CEILING, base=base, config=SpeculationConfig.of(argv)))
+
+    async def held(self, _snapshot: UnitSnapshot) -> tuple[HeldMemory, ...]:
+        return (STRANGERS,)
+
+    async def read(self, _argv: tuple[str, ...]) -> ServerFiles:
+        return FILES
+
+    def answer(self, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]) -> GateMove:
+        monkeypatch.setattr(unit_files, "planned_argv", lambda _snapshot: argv)
+        return asyncio.run(self.gate.answer()).move
+
+
+def test_what_is_refused_is_on_record_so_that_its_end_is_known_for_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(tmp_path, TEN)
+    assert host.answer(monkeypatch, TEN) is GateMove.REFUSE
+    recorded = host.ledger.launch(NEW)
+    assert recorded is not None
+    assert (recorded.argv, recorded.ended) == (TEN, None)
+
+
+def test_what_only_a_person_asks_leaves_the_record_of_the_last_launch_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(tmp_path, TEN)
+    last = Launch(UNIT, NEW, 1000.0, argv=("python", "four"), ended=1500.0)
+    host.ledger.save_launch(last)
+    host.snapshot = replace(host.snapshot, active_state=ActiveState.INACTIVE, sub_state="dead")
+    assert host.answer(monkeypatch, TEN) is GateMove.REFUSE
+    assert host.ledger.launch(NEW) == last
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [(*TEN[:-2], "--speculative-eagle-topk", "2"), (*TEN, "--tp-size", "8"), (*TEN, "--nnodes", "2"), ()],
+    ids=["another config", "another base", "several nodes", "unknown"],
+)
+def test_what_no_proof_is_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]) -> None:
+    assert Host(tmp_path, TEN).answer(monkeypatch, argv) is GateMove.START
+
+
+def test_a_ceiling_of_several_nodes_is_not_acted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = (*TEN, "--nnodes", "2")
+    assert Host(tmp_path, two).answer(monkeypatch, two) is GateMove.START
+
+
+def test_without_the_cards_nothing_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path, TEN)
+    host.uuids = ()
+    assert host.answer(monkeypatch, TEN) is GateMove.START
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *given: dict[str, str] | WatchdogError) -> list[str]:

@@ -11,7 +11,7 @@ from sglang_watchdog.cards import Cards
 from sglang_watchdog.domain.known_good import Ceiling
 from sglang_watchdog.domain.launch import Launch
 from sglang_watchdog.domain.secrets import redact_argv
-from sglang_watchdog.domain.speculation import SpeculationConfig
+from sglang_watchdog.domain.speculation import Command, SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import processes, unit_files
 from sglang_watchdog.inquest import Inquest
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class Gate:
-    """Of one unit. `may_act` tells whether the watchdog may keep a start back at all."""
+    """Of one unit. `may_act` tells whether the watchdog may keep a start back at all: never of several nodes."""
 
     def __init__(self, unit: str, parts: Parts, cards: Cards, inquest: Inquest, may_act: Callable[[], bool]) -> None:
         self._unit = unit
@@ -32,11 +32,11 @@ class Gate:
         self._may_act = may_act
 
     async def answer(self) -> GateAnswer:
-        if not self._may_act():
-            return decide(may_act=False, ceiling=None, held=())
         snapshot = self._parts.systemd.snapshot(self._unit)
-        held = await self._cards.held(snapshot)
         argv = unit_files.planned_argv(snapshot)
+        if not self._may_act() or Command.parse(argv).several_nodes:
+            return decide(may_act=False, ceiling=None, held=())
+        held = await self._cards.held(snapshot)
         ceiling = await self._ceiling(argv) if argv else None
         answer = decide(may_act=True, ceiling=ceiling, held=held)
         if answer.reason:

@@ -14,7 +14,7 @@ from sglang_watchdog.domain.gpu import GpuReading, HeldMemory
 from sglang_watchdog.domain.journal import JournalEntry, MessageId
 from sglang_watchdog.domain.launch import Definition, Launch, Phase, RecordedProcess
 from sglang_watchdog.domain.secrets import redact_argv
-from sglang_watchdog.domain.speculation import Command, SpeculationConfig
+from sglang_watchdog.domain.speculation import Command, SpeculationConfig, more_than_one
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import containers, processes
 from sglang_watchdog.host.journal import Journal
@@ -91,8 +91,8 @@ class LaunchWatch:
     @property
     def several_nodes(self) -> bool:
         """By the command, or, where that is a wrapper whose flags cannot be seen, by what SGLang printed."""
-        told = (Command.parse(self.raw_argv).value("--nnodes"), self._reader.server_args.get("nnodes"))
-        return any(str(nodes).isdigit() and int(str(nodes)) > 1 for nodes in told)
+        printed = more_than_one(self._reader.server_args.get("nnodes"))
+        return printed or Command.parse(self.raw_argv).several_nodes
 
     def uses(self, reading: GpuReading) -> frozenset[str] | None:
         """UUIDs of the cards that it uses; None where that cannot be told."""

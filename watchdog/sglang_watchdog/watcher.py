@@ -67,7 +67,7 @@ class UnitWatcher:
         self.incidents = Incidents(
             unit, settings, parts, self.cards, self.inquest, self._overriding, self.pausing, progress
         )
-        self.gate = Gate(unit, parts, self.cards, self.inquest, lambda: self.may_act)
+        self.gate = Gate(unit, parts, self.cards, self.inquest, lambda: self.may_act and not settings.several_nodes)
         self.proof: Proof | None = None
 
     def hint(self, hint: Hint) -> None:

@@ -41,6 +41,10 @@ class Command:
         found = [values for option, values in self.options if option == name]
         return found[-1][0] if found and found[-1] else None
 
+    @property
+    def several_nodes(self) -> bool:
+        return more_than_one(self.value("--nnodes"))
+
     def without(self, managed: frozenset[str]) -> "Command":
         return Command(self.head, tuple(o for o in self.options if not is_managed(o[0], managed)))
 
@@ -136,3 +140,8 @@ def is_managed(name: str, managed: frozenset[str]) -> bool:
 
 def _words(flags: Iterable[Flag]) -> tuple[str, ...]:
     return tuple(word for name, values in flags for word in (name, *values))
+
+
+def more_than_one(nodes: object) -> bool:
+    """Of what was said of `--nnodes`, by a command line or by SGLang itself; None where nothing was."""
+    return str(nodes).isdigit() and int(str(nodes)) > 1
