@@ -187,8 +187,8 @@ def _facts(world: World, pid: int) -> ProcessFacts | None:
     process = world.processes.get(pid)
     if process is None:
         return None
-    argv, owner = process.argv, process.owner or None
-    return ProcessFacts(process.id, process.started, "python", "S", 0, process.group, (), argv, owner)
+    claims = process.claims or None
+    return ProcessFacts(process.id, process.started, "python", "S", 0, process.group, (), process.argv, claims)
 
 
 class SimServer:

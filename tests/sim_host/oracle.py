@@ -78,6 +78,7 @@ class Oracle:
         self.held_by_us = False
         if not self.by_hand and self._recovers(ledger):
             self._rule(not self.paused(), "a recovery during a pause")
+            self._rule(not self._taken_over(ledger), "a recovery of what the operator had started meanwhile")
             self.recoveries.append(self._world.now())
             self._within_budget()
 
@@ -85,6 +86,11 @@ class Oracle:
         """Whether a step `start` is under way; else what was held is handed back."""
         open_ones = ledger.open_incidents()
         return any(not i.outcome and i.step == "start" for one in open_ones for i in ledger.intents(one.id))
+
+    def _taken_over(self, ledger: Ledger) -> bool:
+        """Whether the operator has started the unit since the launch ended that is recovered."""
+        opened = min(incident.opened for incident in ledger.open_incidents())
+        return any(start.by == "operator" and start.began > opened for start in self._world.starts.values())
 
     def _within_budget(self) -> None:
         now, proven = self._world.now(), max((when for when, _ in self.proofs), default=0.0)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from sglang_watchdog.domain.errors import BusError, BusLost, JobRefused
 from sglang_watchdog.domain.failure import FailureClass
@@ -40,9 +41,19 @@ def argv_of(steps: int) -> tuple[str, ...]:
     return (*plain, *speculation, *topk) if steps else plain
 
 
+class Stranger(StrEnum):
+    """Who else can be on the card, by the cgroup that it lives in."""
+
+    LOOSE = "/"  # of no unit at all
+    TRAINING = "/system.slice/training.service"
+    MULTIPLEXER = "/user.slice/user-1000.slice/session-3.scope"  # started from the unit, kept by its user
+    HELPER = "/system.slice/cache.service"  # another unit, with the environment of ours
+    CONTAINER = "/system.slice/docker-" + 64 * "a" + ".scope"
+
+
 @dataclass
 class Process:
-    """`owner` is the invocation that it is of, empty for somebody else's."""
+    """`owner` is the invocation that it is of, empty for somebody else's. `claims` is the one in its environment."""
 
     id: ProcessId
     owner: str
@@ -51,6 +62,7 @@ class Process:
     started: float
     holds: int = 0
     alive: bool = True
+    claims: str = ""
 
 
 @dataclass
@@ -174,7 +186,15 @@ class World:
         pid = 1000 + next(self.numbers)
         ticks = int(self.loop.elapsed * TICKS) + 1
         made = Process(ProcessId(pid, ticks), owner, group, argv_of(steps) if owner else ("train",), self.now())
+        made.claims = owner
         self.processes[pid] = made
+        return made
+
+    def stranger(self, kind: Stranger, size: int) -> Process:
+        """Somebody else's, on the card. In a session or a unit it may have inherited the newest launch's id."""
+        made = self.process("", 0, kind.value)
+        made.holds = size
+        made.claims = "" if kind in (Stranger.LOOSE, Stranger.TRAINING) else self.unit.invocation
         return made
 
     def _load(self, start: Start, worker: Process) -> None:

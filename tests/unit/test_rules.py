@@ -26,7 +26,7 @@ from sim_host.adapters import SimFiles, install
 from sim_host.daemon import SimDaemon
 from sim_host.oracle import Oracle
 from sim_host.virtual_time import VirtualLoop
-from sim_host.world import DRAIN_S, GIB, UNIT, World
+from sim_host.world import DRAIN_S, GIB, UNIT, Stranger, World
 
 STEPS_OF_ONE = 50
 STEPS = int(os.environ.get("SOAK_STEPS", "10000"))
@@ -122,11 +122,21 @@ class Rules(RuleBasedStateMachine):
         self.world.stop(by="operator")
         self.daemon.run_for(0.05)
 
-    @rule()
-    def the_operator_starts(self) -> None:
+    @rule(seconds=st.just(0.05))
+    def the_operator_starts(self, seconds: float) -> None:
         if self.world.unit.load_state == "loaded":
             self.world.operator_stopped = self.oracle.held_by_us = False
             self.world.start(by="operator")
+        if seconds:
+            self.daemon.run_for(seconds)
+
+    @rule()
+    def the_operator_starts_what_dies_at_once(self) -> None:
+        """Between two looks of the watchdog."""
+        was_down = self.world.unit.ended
+        self.the_operator_starts(0.0)
+        if was_down and (begun := self.world.running) is not None:
+            self.world.end(begun, FailureClass.SOFTWARE_EXCEPTION)
         self.daemon.run_for(0.05)
 
     @rule(steps=STEP_COUNTS, reload=st.sampled_from([True, True, False]), restart=st.sampled_from([True, True, False]))
@@ -143,6 +153,21 @@ class Rules(RuleBasedStateMachine):
     def the_operator_tries_more(self, steps: int, seconds: float) -> None:
         self.the_operator_deploys(steps, True, True)
         self.daemon.run_for(seconds)
+
+    @rule(how=st.sampled_from(["stops", "starts", "starts_what_dies_at_once"]))
+    def the_operator_acts_in_a_recovery(self, how: str) -> None:
+        """While the watchdog waits for the cards, if it waits."""
+        self.the_operator_deploys(10, True, True)
+        self.daemon.run_for(2.5)
+        self.world.driver_lag = 2.0
+        self.daemon.run_for(1.5)
+        match how:
+            case "stops":
+                self.the_operator_stops()
+            case "starts":
+                self.the_operator_starts(0.05)
+            case _:
+                self.the_operator_starts_what_dies_at_once()
 
     @rule(seconds=st.sampled_from([0.5, 12.0, 12.0]))
     def the_operator_insists(self, seconds: float) -> None:
@@ -199,13 +224,14 @@ class Rules(RuleBasedStateMachine):
         self.daemon.run_for(seconds)
         self.world.nvml_hangs = False
 
-    @rule()
-    def a_stranger_comes_or_goes(self) -> None:
+    @rule(kind=st.sampled_from(Stranger), size=st.sampled_from([GIB // 2, GIB // 2, 20 * GIB]))
+    def a_stranger_comes_or_goes(self, kind: Stranger, size: int) -> None:
+        """A small one leaves room for the server."""
         theirs = [process for process in self.world.processes.values() if not process.owner]
         if theirs:
             self.world.drop(theirs[0])
         else:
-            self.world.process("", 0, "/system.slice/training.service").holds = 20 * GIB
+            self.world.stranger(kind, size)
 
     @rule(calls=st.integers(1, 60), seconds=st.sampled_from([1.0, 10.0]))
     def the_daemon_is_killed_at_a_call(self, calls: int, seconds: float) -> None:
@@ -375,6 +401,26 @@ def test_a_stop_during_a_pause_of_what_failed_in_it_is_kept_when_the_pause_is_ov
     assert host.world.running is None
     assert any("the pause is over" in words for words in host.said)
     host.teardown()
+    assert host.oracle.broken == []
+
+
+@pytest.mark.parametrize("kind", Stranger)
+def test_whoever_else_is_on_the_card_lives_through_a_rollback(host: Rules, kind: Stranger) -> None:
+    stranger = host.world.stranger(kind, GIB // 2)
+    host.world.leaks = True
+    host.the_operator_deploys(10, True, True)
+    host.daemon.run_for(60)
+    assert host.world.running is not None
+    assert (host.world.running.steps, stranger.alive, host.oracle.broken) == (4, True, [])
+
+
+def test_a_start_by_hand_ends_a_recovery_also_where_what_it_started_is_gone_at_once(host: Rules) -> None:
+    hold_until_the_cards_are_free(host)
+    host.the_operator_starts_what_dies_at_once()
+    assert host.world.unit.ended
+    host.daemon.run_for(2)
+    assert any(words.startswith(f"{UNIT}: yielded: somebody queued a job") for words in host.said)
+    host.daemon.run_for(60)
     assert host.oracle.broken == []
 
 
