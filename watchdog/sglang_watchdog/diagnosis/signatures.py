@@ -151,7 +151,7 @@ class ReleaseMark:
     samples: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
     """`known` are the releases whose wordings were read: what another one prints may be any of them, or none."""
 
@@ -159,6 +159,7 @@ class Catalog:
     marks: tuple[ReleaseMark, ...]
     known: ReleaseRange
 
+    @cache  # noqa: B019 (there is one catalog, for good): 20 ms of every launch otherwise
     def of(self, source: Source) -> "Index":
         return Index.of(signature for signature in self.signatures if signature.source is source)
 
