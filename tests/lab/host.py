@@ -120,7 +120,7 @@ class LabHost:
             if not answer.get("booted"):
                 raise LabBootFailed(answer.get("error", "the keeper ended without a word"))
             host = cls(spec.name, HostGroups(spec.name).leader(), process)
-            host.run("rm", "/run/systemd/container")  # it stands for a host of its own, kernel and all
+            host.run("rm", "-f", "/run/systemd/container")  # it stands for a host of its own, kernel and all
             yield host
             host.power_off()
         finally:
