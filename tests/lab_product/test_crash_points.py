@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 DRIVER = CHECKOUT / "tests/lab_product/crashing.py"
-FAST = replace(AT_ONCE, time_scale=0.01, faults="leak_child")
+FAST = replace(AT_ONCE, time_scale=0.01, faults="leak_child=1")
 # No number of deaths or of rollbacks is too many here.
 ENDLESS = {**ACTING, "rollbacks": 1000, "rollbacks_per_day": 1000}
 SERVICE_DROP_IN = f"""[Unit]
@@ -51,7 +51,11 @@ ExecStart={PYTHON} -P {DRIVER} run
 RestartSec=100ms
 ReadWritePaths={crashing.FOLDER}
 """
+# Of a left-over that heeds no SIGTERM.
+A_LEFT_OVER_IS_ENDED = frozenset({"signal SIGTERM after#1", "signal SIGKILL after#1"})
 DEADLINE_S = 60.0
+# Of the points, the share that one run may have crossed and another not.
+MOST_MISSED = 0.2
 LOOK_EVERY_S = 0.3  # a look starts an interpreter on the host
 ENDED = ("inactive", "failed")
 SAVED = "/var/lib/crash-points"
@@ -98,6 +102,10 @@ class Seen:
         return cls(**json.loads(host.host.run(PYTHON, "-c", LOOK, STATE, *folders).stdout))
 
 
+class NotReached(Exception):
+    """Another run of the same work did not come by that point: how often something is done can be a matter of time."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One kind of work. `provoke` starts the watchdog and makes it do that; what it does before `arm` was called does
@@ -124,8 +132,9 @@ class Trial:
         except AssertionError as in_vain:
             return [f"{in_vain}: {seen}", host.log(30)]
         end = seen[0]
-        reached = [] if not point or not end.armed else [f"{point} was never reached"]
-        return [*reached, *([] if end.sound else ["the ledger is broken"]), *self.wrong(host, end, begun)]
+        if point and end.armed:
+            raise NotReached
+        return [*([] if end.sound else ["the ledger is broken"]), *self.wrong(host, end, begun)]
 
 
 # The ground on which every trial begins
@@ -170,19 +179,28 @@ def chosen(crossed: list[str]) -> list[str]:
     return [point for point in crossed if MOST_TELLING.fullmatch(point)]
 
 
-def kill_at_every_point(host: InferenceHost, trial: Trial, name: str) -> None:
+def kill_at_every_point(host: InferenceHost, trial: Trial, name: str, needed: frozenset[str] = frozenset()) -> None:
+    """`needed` are points without which the trial would not be what it is meant to be."""
     assert trial.run(host, "") == []
     crossed = points(host)
+    assert needed <= set(crossed)
     wrong: dict[str, list[str]] = {}
+    missed: list[str] = []
     picked = chosen(crossed)
     print(f"{name}: of {len(crossed)} points: {', '.join(crossed)}", file=sys.stderr)
     for point in picked:
-        begun = time.monotonic()
-        if said := trial.run(host, point):
-            wrong[point] = said
-        print(f"{name}: {point}: {'; '.join(said) or 'ends well'} ({time.monotonic() - begun:.1f} s)", file=sys.stderr)
-    print(f"{name}: killed at {len(picked)} of {len(crossed)} points, {len(wrong)} ended badly", file=sys.stderr)
+        begun, words = time.monotonic(), "ends well"
+        try:
+            if said := trial.run(host, point):
+                wrong[point], words = said, "; ".join(said)
+        except NotReached:
+            missed.append(point)
+            words = "was not reached"
+        print(f"{name}: {point}: {words} ({time.monotonic() - begun:.1f} s)", file=sys.stderr)
+    killed = len(picked) - len(missed)
+    print(f"{name}: killed at {killed} of {len(crossed)} points, {len(wrong)} ended badly", file=sys.stderr)
     assert wrong == {}, "\n".join(f"{point}: {'; '.join(said)}" for point, said in wrong.items())
+    assert len(missed) <= len(picked) * MOST_MISSED, missed
 
 
 def served_configs(host: InferenceHost, since: float) -> list[str]:
@@ -245,7 +263,8 @@ def test_a_rollback_ends_the_same_wherever_the_watchdog_is_killed(inference: Inf
             save(host)
             host.host.write(DROP_IN, SERVICE_DROP_IN)
             host.change(steps=10)
-            kill_at_every_point(host, Trial(roll_back, contained, wrong_after_a_rollback), f"rollback by {way}")
+            trial = Trial(roll_back, contained, wrong_after_a_rollback)
+            kill_at_every_point(host, trial, f"rollback by {way}", A_LEFT_OVER_IS_ENDED)
             assert bystander.alive()
 
 

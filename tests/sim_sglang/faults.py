@@ -27,7 +27,7 @@ class Fault(StrEnum):
     CRASH_AFTER = "crash_after"  # a software exception after N finished requests (1)
     INIT_SIGNAL = "init_signal"  # scheduler 0 ends by signal N (9) before graphs are captured
     INIT_HANG = "init_hang"  # a start that stops after its weights, without a word
-    LEAK_CHILD = "leak_child"  # the last rank outlives its parent and keeps its memory
+    LEAK_CHILD = "leak_child"  # the last rank outlives its parent and keeps its memory; with 1 it heeds no SIGTERM
     NO_DRAIN = "no_drain"  # requests do not end any more
     HANG = "hang"  # the scheduler stands still; SGLang's own health check sees it
     HANG_HEALTHY = "hang_healthy"  # requests stand still while every endpoint answers 200

@@ -74,6 +74,8 @@ def run_scheduler(seat: Seat, args: ServerArgs, settings: Settings) -> None:
     """Entry point of the process."""
     faults = Faults.of(settings)
     leaks = _leaks(seat, args, faults)
+    if leaks and faults.get(Fault.LEAK_CHILD) == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     suffix = f"_TP{seat.rank}" if args.tp > 1 else ""
     enter(f"sglang::scheduler{suffix}", settings, follow_parent=not leaks)
     log = Log(suffix.replace("_", " "))
