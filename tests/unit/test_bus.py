@@ -58,3 +58,8 @@ def drain_while_open(feed: SignalFeed) -> None:
     for _ in range(MOST_LOOKS):
         assert feed.fileno() >= 0, "closed, and nobody was told"
         feed.drain()
+
+
+def test_a_witness_is_a_slice_below_no_other_one_whatever_its_unit_is_called() -> None:
+    assert bus._witness("my-sglang@a.service") == "sglang_watchdog_witness_my\\x2dsglang\\x40a.service.slice"
+    assert bus._witness("schön.service") == "sglang_watchdog_witness_sch\\xc3\\xb6n.service.slice"
