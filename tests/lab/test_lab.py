@@ -225,7 +225,7 @@ def test_a_debian_13_root_that_cannot_be_fetched_is_said_in_one_line(tmp_path: P
     ).stdout
     assert said.startswith("cannot make a root of trixie: ")
     assert said.count("\n") == 1
-    assert not list(tmp_path.glob("trixie*"))
+    assert [path.suffix for path in tmp_path.glob("trixie*")] in ([], [".lock"])
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", "1 skipped"), ("1", "1 error")])

@@ -20,6 +20,7 @@ from sglang_watchdog.recovery.policy import (
     Budget,
     Facts,
     Plan,
+    Remedy,
     decide,
     demotes,
     proves_a_ceiling,
@@ -67,7 +68,10 @@ def test_a_class_that_another_config_cures_goes_back_to_known_good(failure: Fail
     assert plan.steps == (Step.HOLD, Step.FREE, Step.OVERRIDE, Step.RELOAD, Step.START, Step.VERIFY)
 
 
-@pytest.mark.parametrize("failure", sorted(set(FailureClass) - CURABLE - {FailureClass.GPU_MEMORY_HELD}))
+IN_THE_WAY = {failure for failure, remedy in REMEDY.items() if remedy is Remedy.FREE_AND_RETRY}
+
+
+@pytest.mark.parametrize("failure", sorted(set(FailureClass) - CURABLE - IN_THE_WAY))
 def test_no_other_class_ever_changes_the_config(failure: FailureClass) -> None:
     plan = decide(diagnosis(failure), replace(FACTS, left_overs=True))
     assert plan.target is None
@@ -99,6 +103,24 @@ def test_a_stop_timeout_frees_left_overs_and_starts_nothing() -> None:
     verdict = diagnosis(FailureClass.STOP_TIMEOUT_SIGKILL, rollback_helps=False)
     assert decide(verdict, replace(FACTS, left_overs=True, operator_stopped=True)).steps == (Step.FREE,)
     assert decide(verdict, FACTS).steps == ()
+
+
+class TestPort:
+    VERDICT = diagnosis(FailureClass.PORT_IN_USE, rollback_helps=False)
+
+    def test_a_left_over_that_may_serve_on_is_ended_and_the_same_config_is_tried_once(self) -> None:
+        plan = decide(self.VERDICT, replace(FACTS, left_overs=True))
+        assert (plan.steps, plan.target) == ((Step.HOLD, Step.FREE, Step.START, Step.VERIFY), None)
+
+    def test_another_left_over_after_that_is_a_humans_matter(self) -> None:
+        freed = past(FailureClass.PORT_IN_USE, steps=(Step.HOLD, Step.FREE, Step.START, Step.VERIFY))
+        plan = decide(self.VERDICT, replace(FACTS, left_overs=True, history=(freed,)))
+        assert (plan.steps, plan.hold) == ((Step.HOLD,), True)
+
+    def test_a_stranger_keeps_the_port_and_no_config_is_changed_for_it(self) -> None:
+        reported = past(FailureClass.PORT_IN_USE, outcome=Outcome.REPORTED)
+        assert decide(self.VERDICT, FACTS).steps == ()
+        assert decide(self.VERDICT, replace(FACTS, history=(reported,))).steps == ()
 
 
 class TestHeldMemory:

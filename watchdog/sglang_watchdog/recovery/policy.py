@@ -24,7 +24,7 @@ class Remedy(StrEnum):
 
     REPORT = "report"  # no config of ours cures it: systemd's own restart policy goes on
     FREE = "free"  # end proven left-overs, start nothing
-    FREE_AND_RETRY = "free_and_retry"  # the cards were not clean: free, try the same config once, then roll back
+    FREE_AND_RETRY = "free_and_retry"  # something was in the way: end what is ours, try the same config once
     ROLL_BACK = "roll_back"  # where less or other speculation helps
 
 
@@ -53,7 +53,7 @@ REMEDY = {
     FailureClass.NCCL_ERROR: Remedy.REPORT,
     FailureClass.INTERNAL_WATCHDOG_HANG: Remedy.REPORT,
     FailureClass.UNRESPONSIVE: Remedy.REPORT,
-    FailureClass.PORT_IN_USE: Remedy.REPORT,
+    FailureClass.PORT_IN_USE: Remedy.FREE_AND_RETRY,  # a left-over that serves on has the port as well
     FailureClass.UNKNOWN: Remedy.REPORT,
 }
 CURABLE = frozenset(failure for failure, remedy in REMEDY.items() if remedy is Remedy.ROLL_BACK)
@@ -133,7 +133,7 @@ def decide(diagnosis: Diagnosis, facts: Facts) -> Plan:
         case Remedy.FREE:
             return _after_stop_timeout(facts)
         case Remedy.FREE_AND_RETRY:
-            return _after_held_memory(diagnosis, facts)
+            return _free_and_retry(diagnosis, facts)
         case Remedy.ROLL_BACK if diagnosis.rollback_helps:
             return _roll_back(diagnosis, facts)
         case _ if proves_a_ceiling(diagnosis):
@@ -178,27 +178,34 @@ def _after_stop_timeout(facts: Facts) -> Plan:
     return Plan(f"A stop that timed out says nothing against the config. {left}", by_hand=bool(facts.out_of_reach))
 
 
-def _after_held_memory(diagnosis: Diagnosis, facts: Facts) -> Plan:
-    """Free, try the same config once, then roll back. Where nothing is ours to free, systemd's restart is the try."""
-    tried = _tried_before(facts)
+_IN_THE_WAY = {
+    FailureClass.GPU_MEMORY_HELD: "The memory is held by processes that are not proven to be this unit's",
+    FailureClass.PORT_IN_USE: "No left-over of this unit holds GPU memory, so who has the port is not proven to be one",
+}
+
+
+def _free_and_retry(diagnosis: Diagnosis, facts: Facts) -> Plan:
+    """Free, try the same config once, then roll back where that can help. Where nothing is ours to free, systemd's
+    restart is the try."""
+    tried = _tried_before(diagnosis.failure, facts)
     if tried and diagnosis.rollback_helps is not False and _target(diagnosis, facts) is not None:
         return _roll_back(diagnosis, facts)
     if tried and Step.FREE in facts.history[0].steps:
         return Plan("The cards were freed once and the same config failed again.", (Step.HOLD,), hold=True)
     if not facts.left_overs:
-        strangers = "The memory is held by processes that are not proven to be this unit's: a human has to decide."
+        strangers = f"{_IN_THE_WAY[diagnosis.failure]}: a human has to decide."
         return Plan(facts.out_of_reach or strangers, by_hand=bool(facts.out_of_reach))
     if spent := _spent(facts):
         return _held(spent)
     return Plan("The cards were not clean: free them and try the same config once more.", _RETRY)
 
 
-def _tried_before(facts: Facts) -> bool:
+def _tried_before(failure: FailureClass, facts: Facts) -> bool:
     """The last incident was the same, lately: freed by us in vain, or with nothing to free."""
     last = facts.history[0] if facts.history else None
     return (
         last is not None
-        and last.failure is FailureClass.GPU_MEMORY_HELD
+        and last.failure is failure
         and last.outcome in (Outcome.FAILED, Outcome.REPORTED)
         and facts.now - last.opened < facts.budget.window
     )
