@@ -13,7 +13,7 @@ demo: setup ## the story of one bad deploy, live in the terminal: about a minute
 	@PYTHONPATH=tests $(PY) -m demo
 
 test: setup lint ## everything that needs no GPU and no real SGLang
-	@$(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real --ignore=tests/prometheus
+	@$(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real --ignore=tests/prometheus --ignore=tests/deb
 
 lint: setup ## ruff and mypy
 	@.venv/bin/ruff check .
@@ -50,7 +50,11 @@ bench: setup ## what a diagnosis costs beside reading the journal: a ratio, of 1
 wheel: setup ## dist/sglang_watchdog-VERSION-py3-none-any.whl
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
+test-deb: deb ## the package installed, upgraded, downgraded, removed and purged on bare Debian systems; lintian
+	@cd tests && ../$(PY) -m deb.roots bare
+	@$(PY) -m pytest -n 2 tests/deb $(if $(DEB_TESTS),-k "$(DEB_TESTS)")
+
 deb: setup ## dist/sglang-watchdog_VERSION_amd64.deb for Debian 12 and 13 (build roots are cached outside the checkout)
 	@packaging/deb.sh
 
-.PHONY: help setup bench demo test lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel deb
+.PHONY: help setup bench demo test lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel deb test-deb

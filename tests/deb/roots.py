@@ -2,7 +2,7 @@
 what it is checked with.
 
 Run as `python -m deb.roots build CODENAME` to have a root made to build in, which prints its folder, or as `python -m
-deb.roots tests` to have all made that the tests need, which can take longer than a test may.
+deb.roots bare` to have the bare systems made, which can take longer than a test may.
 """
 
 import sys
@@ -46,7 +46,7 @@ def main(purpose: str, codename: str = "") -> None:
         print(next(one for one in RELEASES if one.codename == codename).build.made())
     else:
         with ThreadPoolExecutor(2) as makers:
-            list(makers.map(Root.made, (LINT, *(release.bare for release in RELEASES))))
+            list(makers.map(Root.made, (release.bare for release in RELEASES)))
 
 
 if __name__ == "__main__":
