@@ -30,7 +30,7 @@ test-sglang: setup ## a real SGLang 0.5.16 on the CPU under the watchdog (2.3 GB
 	@packaging/sglang-env.sh
 	@$(PY) -m pytest tests/sglang_real
 
-crash-points: setup ## the watchdog killed at every point of its work, one at a time: an hour
+crash-points: setup ## the watchdog killed at every point of its work, one at a time: an hour or two
 	@CRASH_POINTS=all $(PY) -m pytest -s tests/lab_product/test_crash_points.py
 
 fuzz: setup ## a coverage-guided search for logs that break the diagnosis: 20 minutes

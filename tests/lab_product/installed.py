@@ -343,7 +343,7 @@ def _watchdog(inference: InferenceHost, settings: Mapping[str, object]) -> Itera
     assert started.returncode == 0, f"{SERVICE} does not start:\n{inference.log()}"
     try:
         yield
-        assert not (strangers := _signalled_strangers(host, began)), f"processes that were not the unit's: {strangers}"
+        assert not (strangers := signalled_strangers(host, began)), f"processes that were not the unit's: {strangers}"
     finally:
         host.systemctl("stop", SERVICE, check=False)
         host.run("rm", "-rf", STATE, Path(SETTINGS).parent)
@@ -360,7 +360,7 @@ def show_cards(host: LabHost) -> None:
     host.write(f"/etc/systemd/system/{HAND_BACK}.d/lab.conf", f"[Service]\n{seen}\n")
 
 
-def _signalled_strangers(host: LabHost, since: float) -> set[int]:
+def signalled_strangers(host: LabHost, since: float) -> set[int]:
     """Pids that the watchdog has signalled by itself since then and that were never seen in the unit's cgroup."""
     wanted = ("--unit", SERVICE, f"--since=@{since:.3f}", "--grep=left-over signalled")
     log = host.run("journalctl", "--output=cat", *wanted, check=False).stdout

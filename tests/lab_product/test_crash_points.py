@@ -20,7 +20,7 @@ import pytest
 from lab.host import CHECKOUT, LabHost
 from lab_product import crashing
 from lab_product.conftest import GIB, Inference, override, proven
-from lab_product.installed import HAND_BACK, PYTHON, SERVICE, STATE, InferenceHost
+from lab_product.installed import HAND_BACK, PYTHON, SERVICE, STATE, InferenceHost, signalled_strangers
 from lab_product.sglang_unit import OVERRIDES, Way
 from lab_product.test_crash import DROP_IN
 from lab_product.test_operator import ACTING, AT_ONCE, KEPT_S, is_down, let_go, steps_of, wait_step
@@ -286,10 +286,12 @@ def recovered(host: InferenceHost, seen: Seen) -> bool:
     return seen.outcomes[-1:] == ["recovered"] and host.state() == "active/running"
 
 
-def wrong_after_freeing(host: InferenceHost, seen: Seen, begun: float) -> list[str]:  # noqa: ARG001
+def wrong_after_freeing(host: InferenceHost, seen: Seen, begun: float) -> list[str]:
+    strangers = signalled_strangers(host.host, begun)
     sent = [line.rpartition(" ")[0] for line in seen.signals if line.endswith(" sent")]
     checks = {
         f"left open: {seen.outcomes}": "open" in seen.outcomes,
+        f"strangers were signalled: {strangers}": bool(strangers),
         f"more than one process was signalled: {sent}": len({line.split(" ")[0] for line in sent}) > 1,
         f"killed more than once: {sent}": sum(line.endswith(f" {int(signal.SIGKILL)}") for line in sent) > 1,
         f"an override: {seen.files}": any("watchdog" in path or path.endswith(".env") for path in seen.files),
@@ -307,6 +309,8 @@ def test_a_left_over_is_ended_once_wherever_the_watchdog_is_killed(inference: In
             trial = Trial(leave_something_behind, recovered, wrong_after_freeing)
             kill_at_every_point(host, trial, "freeing", A_LEFT_OVER_IS_ENDED)
             assert bystander.alive()
+        # Who was signalled was looked at in each trial, while the ledger was there that knows of whom.
+        host.host.run("sh", "-c", "journalctl --rotate; journalctl --vacuum-time=1ms")
 
 
 # The operator changes the flags: the override goes
