@@ -2,8 +2,8 @@
 
 Started by `LabHost.boot` as the first process of a pid namespace and in a mount namespace of its own, so that neither
 processes nor mounts can outlive it. It mounts, boots, says `{"booted": true}` on stdout, then waits on stdin:
-`poweroff` shuts the host down in order, `reboot` and `power-cut` (no process gets a word) boot it again over what it
-has written, end of file (the test process is gone, however it died) kills it. Should the
+`poweroff` shuts the host down in order, `power-cut` (no process gets a word) boots it again over what it has written,
+end of file (the test process is gone, however it died) kills it. Should the
 keeper itself be killed, the kernel ends the whole host; `sweep` then removes the empty groups and the empty folder.
 
 Not here: anything a test talks to inside the host (`lab.host`).
@@ -102,9 +102,7 @@ def _boot(spec: Spec, groups: HostGroups, root: Path, ready: socket.socket) -> b
         word = sys.stdin.readline().strip()
         if word == "poweroff":
             _say(clean=_power_off(leader, nspawn, ready))
-        elif word == "reboot":
-            _power_off(leader, nspawn, ready)
-        return word in ("reboot", "power-cut")
+        return word == "power-cut"
 
 
 @contextlib.contextmanager
