@@ -29,6 +29,7 @@ from sim_host.virtual_time import VirtualLoop
 from sim_host.world import DRAIN_S, GIB, UNIT, Stranger, World
 
 STEPS_OF_ONE = 50
+pytestmark = pytest.mark.timeout(900)  # two minutes of CPU for all steps, on a machine that may be busy
 STEPS = int(os.environ.get("SOAK_STEPS", "10000"))
 SAME_UP_TO = 10_000
 QUIET_WITHIN_S = 600
