@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
+import structlog
 
 from lab.host import Base, LabHost, LabUnavailable
 from lab.service import Service
@@ -29,6 +30,13 @@ def _lab_required() -> Iterator[None]:
 def _host(*args: Any, **options: Any) -> Iterator[LabHost]:
     with _lab_required(), LabHost.boot(*args, **options) as host:
         yield host
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """A command that a test runs within its own process sets up the log: for that test, and its stderr, alone."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

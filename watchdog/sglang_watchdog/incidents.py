@@ -189,7 +189,7 @@ class Incidents:
             log.error("observing only", unit=self._unit, error=str(error))
             self._parts.metrics.sees(Sense.LEDGER, well=False)
             return None
-        self._parts.metrics.sees(Sense.LEDGER, well=self._parts.may_act and not self._parts.ledger.unacknowledged)
+        self._parts.ledger_was_written()
         self._parts.metrics.saw_incident(incident)
         return incident
 
@@ -398,7 +398,7 @@ class Incidents:
                 break
             del self._unwritten[closed.id]
             written.append(closed)
-            self._parts.metrics.sees(Sense.LEDGER, well=self._parts.may_act)
+            self._parts.ledger_was_written()
         return written
 
     def is_over(self, incident: str) -> bool:

@@ -10,7 +10,7 @@ from sglang_watchdog.host.journal import Journal
 from sglang_watchdog.host.server_files import ServerFilesReader
 from sglang_watchdog.ledger import Ledger
 from sglang_watchdog.reporting.hooks import Hooks
-from sglang_watchdog.reporting.metrics import Metrics
+from sglang_watchdog.reporting.metrics import Metrics, Sense
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +27,7 @@ class Parts:
     hooks: Hooks
     state_dir: Path
     may_act: bool = True
+
+    def ledger_was_written(self) -> None:
+        """The ledger works, if it is one: not where it is kept in memory, nor before a person knows that one broke."""
+        self.metrics.sees(Sense.LEDGER, well=self.may_act and not self.ledger.unacknowledged)

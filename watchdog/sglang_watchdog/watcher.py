@@ -27,7 +27,6 @@ from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
 from sglang_watchdog.proof import Proof
 from sglang_watchdog.reporting import alerts
-from sglang_watchdog.reporting.metrics import Sense
 from sglang_watchdog.settings import UnitSettings
 
 # How often a turn is taken while something is awaited (seconds).
@@ -193,7 +192,7 @@ class UnitWatcher:
         if since is None:
             return False
         alerts.send(alerts.pause(self.unit, "resume", "the pause is over"))
-        self._parts.metrics.sees(Sense.LEDGER, well=self._parts.may_act)
+        self._parts.ledger_was_written()
         last = next(iter(self._parts.ledger.incidents(self.unit, 1)), None)
         still = last is not None and last.invocation == snapshot.invocation and last.opened >= since
         stopped = snapshot.active_state is ActiveState.INACTIVE or self._saw_a_stop(snapshot)
