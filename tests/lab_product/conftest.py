@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from lab.host import LabHost
-from lab_product.installed import STATE, InferenceHost, inference_host
+from lab.host import CHECKOUT, LabHost
+from lab_product.installed import CARDS, PYTHON, STATE, InferenceHost, inference_host
 from lab_product.sglang_unit import OVERRIDES
 
 Inference = Callable[..., AbstractContextManager[InferenceHost]]
@@ -15,7 +15,11 @@ GIB = 2**30
 
 @pytest.fixture
 def inference(lab: LabHost) -> Iterator[Inference]:
-    """`inference(settings=…, steps=…)`: as `inference_host`. What one test's watchdog learned is not the next one's."""
+    """`inference(settings=…, steps=…)`: as `inference_host`. What one test's watchdog learned is not the next one's,
+    and what another test's left-over still holds is not on the cards that all of them share."""
+    # Inside, where the pids are what they were there.
+    simulated = {"PYTHONPATH": str(CHECKOUT / "tests"), "SIM_NVML_DIR": str(CARDS)}
+    lab.run(PYTHON, "-c", "from sim_nvml import SimNvml; SimNvml().release_all()", env=simulated)
     yield lambda **options: inference_host(lab, **options)
     lab.systemctl("stop", "sglang-watchdog.service", "sglang.service", check=False)
     lab.run("sh", "-c", "journalctl --rotate; journalctl --vacuum-time=1ms")
