@@ -21,6 +21,15 @@ DIES = "kill -9 $$\n"
 STAYS_IN_AUTO_RESTART = ("Restart=always", "RestartSec=600")
 
 
+def left_in_auto_restart(service: Service) -> str:
+    """Its launch has died, and the next one does not come by itself. Returns the invocation of the one that died."""
+    service.define(DIES, *STAYS_IN_AUTO_RESTART)
+    service.start()
+    service.wait_for("activating/auto-restart")
+    (invocation,) = service.show("InvocationID")
+    return invocation
+
+
 @dataclass(frozen=True)
 class End:
     """One kind of death: how it is brought about, and what systemd then says of it."""
@@ -180,10 +189,7 @@ class TestAutoRestart:
         assert service.show("ActiveState", "Result", "InvocationID") == ("inactive", "success", "")
 
     def test_a_stop_of_a_referenced_unit_keeps_result_and_invocation(self, service: Service) -> None:
-        service.define(DIES, *STAYS_IN_AUTO_RESTART)
-        service.start()
-        service.wait_for("activating/auto-restart")
-        (invocation,) = service.show("InvocationID")
+        invocation = left_in_auto_restart(service)
         with service.reference():
             service.stop()
             assert service.show("Result", "InvocationID") == ("signal", invocation)
@@ -275,10 +281,7 @@ class TestPartOf:
         self.wait(service, "inactive")
 
     def test_it_keeps_what_is_down_loaded_with_all_it_knew(self, service: Service) -> None:
-        service.define(DIES, *STAYS_IN_AUTO_RESTART)
-        service.start()
-        service.wait_for("activating/auto-restart")
-        (invocation,) = service.show("InvocationID")
+        invocation = left_in_auto_restart(service)
         with service.reference():
             service.stop()
             self.witness(service)

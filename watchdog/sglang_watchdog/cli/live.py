@@ -6,7 +6,8 @@ import os
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from sglang_watchdog.cli.answer import MOST_LAUNCHES, Answer, answer, newest_first
@@ -48,8 +49,9 @@ def list_live(unit: str, config: Path, *, explain: bool = False) -> list[Answer]
     name = snapshot.name or unit
     matches = [f"_SYSTEMD_UNIT={name}", "+", f"UNIT={name}", "+", "_TRANSPORT=kernel", "+", _OOMD]
     answers: deque[Answer] = deque(maxlen=MOST_LAUNCHES)
+    case_of = _cases(snapshot, settings)
     for timeline in read_launches(read_journal(_journalctl(matches), "the journal"), name):
-        answers.append(answer(_case(timeline, snapshot, settings), name, explain=explain))
+        answers.append(answer(case_of(timeline), name, explain=explain))
     return newest_first(list(answers), name)
 
 
@@ -66,29 +68,37 @@ def live_case(unit: str, invocation: str, settings: Settings) -> Case:
     chosen = invocation or (snapshot.invocation if snapshot.ended else "")
     matches = matches_of(chosen) if chosen else [*_NAMELESS, f"_SYSTEMD_UNIT={name}", "+", f"UNIT={name}"]
     timeline = read_launch(read_journal(_journalctl(matches), "the journal"), chosen, name)
-    return _case(timeline, snapshot, settings)
+    return _cases(snapshot, settings)(timeline)
 
 
-def _case(timeline: Timeline, snapshot: UnitSnapshot, settings: Settings) -> Case:
-    """The launch with all that the daemon would know of it, as far as the ledger remembers."""
+def _cases(snapshot: UnitSnapshot, settings: Settings) -> Callable[[Timeline], Case]:
+    """Makes a case of a launch of the unit, with all that the daemon would know of it, as far as the ledger remembers.
+    What is the same for every launch is read once."""
     managed = settings.units.get(snapshot.name, UnitSettings()).managed_flags
-    launch, compared = _remembered(timeline.invocation, settings.state_dir, managed)
-    return Case(
-        timeline=timeline,
+    of_unit = partial(
+        Case,
         unit=snapshot,
-        launch=launch,
-        gpu_before=seen_before(launch) if launch else None,
-        held_before=launch.held_before if launch else (),
-        held_when_proven=compared.held,
-        memory_when_proven=compared.memory,
-        loaded=launch.definition if launch else None,
         disk_changed=unit_files.disk_changed(snapshot),
         intended=_intended(snapshot, settings.state_dir),
-        known_good=compared.config,
         inside=surroundings.container(),
-        has_ledger=launch is not None,
         managed=managed,
     )
+
+    def case_of(timeline: Timeline) -> Case:
+        launch, compared = _remembered(timeline.invocation, settings.state_dir, managed)
+        return of_unit(
+            timeline=timeline,
+            launch=launch,
+            gpu_before=seen_before(launch) if launch else None,
+            held_before=launch.held_before if launch else (),
+            held_when_proven=compared.held,
+            memory_when_proven=compared.memory,
+            loaded=launch.definition if launch else None,
+            known_good=compared.config,
+            has_ledger=launch is not None,
+        )
+
+    return case_of
 
 
 def _intended(snapshot: UnitSnapshot, state_dir: Path) -> SpeculationConfig | None:
