@@ -3,7 +3,7 @@
 # wheel of this checkout, and its dependencies for CPython 3.12 (pystemd has no wheel and is built here).
 # usage: kit.sh FOLDER PYTHON3.12    (on Debian 12 with libsystemd-dev, from a checkout after `make setup`)
 set -eu
-kit=$1 python312=$2
+kit=$(realpath -m "$1") python312=$2
 checkout=$(cd "$(dirname "$0")/../../.." && pwd)
 here="$checkout/.venv/bin/python"
 mkdir -p "$kit/debs" "$kit/whl"
