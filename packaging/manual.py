@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import typer.main
 from typer._completion_shared import get_completion_script
@@ -38,14 +39,12 @@ def command_page() -> str:
         ".B sglang-watchdog",
         ".I COMMAND",
         "[\\fIOPTION\\fR]... [\\fIARGUMENT\\fR]...",
-        ".SH COMMANDS",
+        ".SH OPTIONS",
     ]
-    for name, command in sorted(typer.main.get_command(app).commands.items()):  # type: ignore[attr-defined]
-        lines += [f".SS {_roff(name)}", *_paragraph(command.help or "")]
-        for parameter in command.params:
-            names = ", ".join(parameter.opts) if parameter.param_type_name == "option" else parameter.name.upper()
-            if parameter.name != "help":
-                lines += [".TP", f".B {_roff(names)}", *_paragraph(getattr(parameter, "help", "") or "")]
+    program: Any = typer.main.get_command(app)
+    lines += [*_parameters(program), ".SH COMMANDS"]
+    for name, command in sorted(program.commands.items()):
+        lines += [f".SS {_roff(name)}", *_paragraph(command.help or ""), *_parameters(command)]
     lines += [
         ".SH EXIT STATUS",
         "0 on success, 2 for input that cannot be used, 1 for any other failure.",
@@ -56,6 +55,13 @@ def command_page() -> str:
         ".BR sglang-watchdog.toml (5),\n.BR journalctl (1),\n.BR systemd.service (5)",
     ]
     return "\n".join([*lines, ""])
+
+
+def _parameters(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        names = ", ".join(parameter.opts) if parameter.param_type_name == "option" else parameter.name.upper()
+        if parameter.name != "help":
+            yield from (".TP", f".B {_roff(names)}", *_paragraph(getattr(parameter, "help", "") or ""))
 
 
 def settings_page() -> str:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import sglang_watchdog.hand_back
 from alert_samples import with_most
 from corpus_cases import CORPUS
 from sglang_watchdog.cli import run as run_module
+from sglang_watchdog.cli.app import COMPLETE_VARIABLE
 from sglang_watchdog.cli.client import NotRunning, ask
 from sglang_watchdog.cli.operate import seconds_of
 from sglang_watchdog.control import ControlServer
@@ -46,6 +48,11 @@ def somebody_else() -> Iterator[None]:
         yield
     finally:
         os.setresuid(0, 0, 0)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"sglang-watchdog {version('sglang-watchdog')}\n", "")
 
 
 # The daemon's answers
@@ -270,23 +277,80 @@ def test_hooks_are_told_of_what_was_handed_back_even_where_another_unit_could_no
     assert [message[name] for name in ("event", "incident", "outcome")] == ["closed", closed.id, "yielded"]
 
 
-# What a command costs
+# What a command costs to start
+
+DAEMON = frozenset({"aiohttp", "pystemd", "pynvml", "psutil", "prometheus_client", "structlog"})
+ENGINE, SETTINGS = "sglang_watchdog.diagnosis.engine", "sglang_watchdog.settings"
+HEAVY = DAEMON | {"asyncio", "sqlite3", ENGINE, SETTINGS}
+JOURNAL = str(STORY / "journal.jsonl")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("--help",), ("status", "--help"), ("check-config",), ("diagnose", "--journal", str(STORY / "journal.jsonl"))],
-)
-def test_a_command_that_asks_no_daemon_loads_nothing_of_it(words: tuple[str, ...], config: Path) -> None:
+def loaded_by(*words: str, **environment: str) -> set[str]:
+    """The modules that the interpreter has loaded by the end of a command."""
     code = (
         "import sys, sglang_watchdog.__main__ as edge\n"
+        "sys.argv[0] = 'sglang-watchdog'\n"
         "try: edge.main()\n"
         "finally: print(*sys.modules, file=sys.stderr)\n"
     )
-    with_config = ("--config", str(config)) if words == ("check-config",) else ()
-    command = [sys.executable, "-c", code, *words, *with_config]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert not {"aiohttp", "pystemd", "pynvml", "psutil", "prometheus_client", "structlog"} & set(done.stderr.split())
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "unwanted"),
+    [
+        (("--help",), HEAVY),
+        (("status", "--help"), HEAVY),
+        (("--version",), HEAVY | {"rich"}),
+        (("diagnose", "--journal", JOURNAL), HEAVY - {ENGINE}),
+        (("diagnose", "--journal", JOURNAL, "--json"), HEAVY - {ENGINE} | {"rich"}),
+    ],
+)
+def test_a_command_loads_only_what_it_works_with(words: tuple[str, ...], unwanted: frozenset[str]) -> None:
+    assert not unwanted & loaded_by(*words)
+
+
+def test_check_config_loads_the_settings_and_nothing_else(config: Path) -> None:
+    assert HEAVY & loaded_by("check-config", "--config", str(config)) == {SETTINGS}
+
+
+@needs_root
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("words", [("status",), ("pause", LONG)])
+def test_asking_the_daemon_loads_nothing_of_it(config: Path, words: tuple[str, ...]) -> None:
+    assert not (HEAVY | {"rich"}) & loaded_by(*words, "--config", str(config))
+
+
+def test_the_start_gate_loads_nothing_heavy(config: Path) -> None:
+    """It runs before each start of a server."""
+    assert not (HEAVY | {"rich"}) & loaded_by("may-start", LONG, "--config", str(config))
+
+
+def test_a_completion_loads_nothing_heavy() -> None:
+    """It runs at each TAB."""
+    typed = {"COMP_WORDS": "sglang-watchdog di", "COMP_CWORD": "1", COMPLETE_VARIABLE: "complete_bash"}
+    assert not (HEAVY | {"rich"}) & loaded_by(**typed)
+
+
+def test_a_mistake_in_another_setting_keeps_nobody_from_asking_the_daemon(config: Path) -> None:
+    config.write_text(f'log_level = "loud"\nsok = 3\n{config.read_text()}')
+    assert "sglang-watchdog is not running" in run("status", "--config", config).stderr
+
+
+@pytest.mark.parametrize("content", ["runtime_dir = 3", 'runtime_dir = "run"', "not = [toml"])
+def test_settings_that_do_not_tell_where_the_daemon_listens_are_explained(config: Path, content: str) -> None:
+    config.write_text(content)
+    done = run("status", "--config", config)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"sglang-watchdog: {config}: ")
 
 
 # The journal with our own words in it

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_watchdog.cli.setup import report, settings_for
+from sglang_watchdog.cli.setting_up import report, settings_for
 from sglang_watchdog.domain.journal import JournalEntry, MessageId
 from sglang_watchdog.settings import Settings, load, template
 from sglang_watchdog.survey import Drains, Found, Launcher, advice, drains_of, launcher_of, needed_stop_timeout

@@ -13,8 +13,8 @@ from typing import Protocol
 from aiohttp import web
 
 from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
+from sglang_watchdog.settings_files import SOCKET_NAME
 
-SOCKET_NAME = "control.sock"
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 Json = dict[str, object]
 

@@ -1,7 +1,6 @@
-"""The settings: what they are, what they may hold, and how they are read. docs/settings.md is written from this page.
+"""The settings: what they are and what they may hold. docs/settings.md is written from this page.
 
-Files are TOML: `config.toml`, then `config.d/*.toml` beside it in the order of their names. A later file wins, key by
-key. All errors of all files are told at once.
+Files are TOML (`settings_files.py` reads them). All errors of all files are told at once.
 """
 
 import difflib
@@ -9,7 +8,6 @@ import ipaddress
 import json
 import re
 import textwrap
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,11 +19,8 @@ from pydantic_core import ErrorDetails
 
 from sglang_watchdog.domain.errors import UnusableInput
 from sglang_watchdog.domain.secrets import names_secret
+from sglang_watchdog.settings_files import DEFAULT_PATH, DEFAULT_RUNTIME_DIR, Json, Key, read_files
 
-DEFAULT_PATH = Path("/etc/sglang-watchdog/config.toml")
-
-Key = tuple[str, ...]
-Json = dict[str, Any]
 _UNIT_NAME = re.compile(r"[A-Za-z0-9:_.\\-]+(@[A-Za-z0-9:_.\\-]+)?\.service")
 _UNIT_NAME_ALLOWED = 'the full name of one service, as in "sglang.service" or "sglang@qwen.service"'
 _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?")
@@ -241,7 +236,7 @@ class Settings(_Table):
         _A_PATH,
     )
     runtime_dir: AbsolutePath = _setting(
-        Path("/run/sglang-watchdog"), "Control socket. RuntimeDirectory= of the service makes it.", _A_PATH
+        DEFAULT_RUNTIME_DIR, "Control socket. RuntimeDirectory= of the service makes it.", _A_PATH
     )
     log_level: LogLevel = _setting(
         "info",
@@ -263,44 +258,15 @@ _SECTIONS: tuple[tuple[str, type[_Table]], ...] = (
 
 def load(path: Path = DEFAULT_PATH) -> Settings:
     """Reads `path` and `config.d/*.toml` beside it. Raises `UnusableInput` with one line for each error."""
-    merged: Json = {}
-    origins: dict[Key, Path] = {}
-    errors: list[str] = []
-    for file in (path, *sorted((path.parent / "config.d").glob("*.toml"))):
-        try:
-            _merge(merged, _read(file), file, origins)
-        except UnusableInput as error:
-            errors.append(str(error))
+    read = read_files(path)
+    errors = [*read.errors]
     try:
-        settings = Settings.model_validate(merged)
+        settings = Settings.model_validate(read.merged)
     except ValidationError as error:
-        errors += _sentences(error.errors(), origins)
+        errors += _sentences(error.errors(), read.origins)
     if errors:
         raise UnusableInput("\n".join(dict.fromkeys(errors)))
     return settings
-
-
-def _read(file: Path) -> Json:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnusableInput(f"{file}: cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UnusableInput(f"{file}: is not UTF-8 text (byte {error.start}), so it is no TOML.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UnusableInput(f"{file}: is not TOML: {error}.") from error
-
-
-def _merge(into: Json, new: Json, file: Path, origins: dict[Key, Path], at: Key = ()) -> None:
-    for name, value in new.items():
-        here = (*at, name)
-        origins[here] = file
-        if isinstance(value, dict):
-            if not isinstance(into.get(name), dict):
-                into[name] = {}
-            _merge(into[name], value, file, origins, here)
-        else:
-            into[name] = value
 
 
 def _sentences(errors: list[ErrorDetails], origins: Mapping[Key, Path]) -> Iterator[str]:

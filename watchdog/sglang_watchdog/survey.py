@@ -1,6 +1,6 @@
 """What `setup` makes of a unit: how it starts SGLang, and which lines of its definition would serve it better. Pure.
 
-The reading of unit files, bus and journal is `host.survey`'s; what is said of it, and where, is `cli.setup`'s.
+The reading of unit files, bus and journal is `host.survey`'s; what is said of it, and where, is `cli.setting_up`'s.
 """
 
 import math

@@ -1,6 +1,12 @@
-"""The command line as a whole: one command for each module beside this one."""
+"""The command line as a whole.
+
+A module of a command holds what is typed and what it asks of others. It imports what does the work when the command
+runs, because every command, each completion in a shell and the start gate of a unit wait for all imports that are made
+here.
+"""
 
 import os
+from typing import Annotated
 
 import typer
 from typer._completion_classes import completion_init
@@ -12,13 +18,27 @@ COMPLETE_VARIABLE = "_SGLANG_WATCHDOG_COMPLETE"  # set by the completions that a
 if COMPLETE_VARIABLE in os.environ:
     completion_init()  # Typer does so by itself only where it may write to the user's shell settings as well
 
-app = typer.Typer(
-    name="sglang-watchdog",
-    help="Says why an SGLang launch under systemd ended, and brings the server back.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+NAME = "sglang-watchdog"
+app = typer.Typer(name=NAME, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"{NAME} {version(NAME)}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show name and version and exit.")
+    ] = False,
+) -> None:
+    """Says why an SGLang launch under systemd ended, and brings the server back."""
+
+
 app.command("run")(run.run)
 app.command("status")(status.status)
 app.command("diagnose")(diagnose.command)

@@ -1,17 +1,16 @@
-"""`sglang-watchdog diagnose`: why a launch ended, of a unit of this host or from files that anybody can hand over.
-
-What does the work is imported when it is wanted: half a second for `--help` is long.
-"""
+"""`sglang-watchdog diagnose`: why a launch ended, of a unit of this host or from files that anybody can hand over."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_watchdog.cli.answer import Answer
 from sglang_watchdog.domain.errors import UnusableInput
-from sglang_watchdog.settings import DEFAULT_PATH
+from sglang_watchdog.settings_files import DEFAULT_PATH
+
+if TYPE_CHECKING:
+    from sglang_watchdog.cli.answer import Answer
 
 
 def command(
@@ -48,7 +47,7 @@ def command(
         print_diagnosis(answer)
 
 
-def _list(answers: list[Answer], as_json: bool) -> None:
+def _list(answers: list["Answer"], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([answer.listed() for answer in answers], ensure_ascii=False))
         return
@@ -57,25 +56,25 @@ def _list(answers: list[Answer], as_json: bool) -> None:
     print_list(answers)
 
 
-def _live(unit: str, invocation: str, config: Path, explain: bool) -> Answer:
+def _live(unit: str, invocation: str, config: Path, explain: bool) -> "Answer":
     from sglang_watchdog.cli.live import diagnose_live
 
     return diagnose_live(unit, invocation, config, explain=explain)
 
 
-def _all_live(unit: str, config: Path, explain: bool) -> list[Answer]:
+def _all_live(unit: str, config: Path, explain: bool) -> list["Answer"]:
     from sglang_watchdog.cli.live import list_live
 
     return list_live(unit, config, explain=explain)
 
 
-def _offline(journal: Path | None, text: Path | None, show: Path | None, invocation: str, explain: bool) -> Answer:
+def _offline(journal: Path | None, text: Path | None, show: Path | None, invocation: str, explain: bool) -> "Answer":
     from sglang_watchdog.cli.files import diagnose_offline
 
     return diagnose_offline(journal=journal, text=text, show=show, invocation=invocation, explain=explain)
 
 
-def _all_offline(journal: Path | None, text: Path | None, show: Path | None, explain: bool) -> list[Answer]:
+def _all_offline(journal: Path | None, text: Path | None, show: Path | None, explain: bool) -> list["Answer"]:
     from sglang_watchdog.cli.files import list_offline
 
     return list_offline(journal=journal, text=text, show=show, explain=explain)

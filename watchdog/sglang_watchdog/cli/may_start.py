@@ -10,7 +10,7 @@ import typer
 from sglang_watchdog.cli.operate import UnitArgument, seconds_of
 from sglang_watchdog.cli.status import ConfigOption, ask
 from sglang_watchdog.domain.errors import WatchdogError
-from sglang_watchdog.settings import DEFAULT_PATH
+from sglang_watchdog.settings_files import DEFAULT_PATH
 
 REFUSED = 77  # no status that a shell, Python or timeout(1) ends with when something is broken
 _AGAIN_S = 0.5

@@ -9,7 +9,7 @@ import typer
 
 from sglang_watchdog.cli.status import ConfigOption, ask
 from sglang_watchdog.domain.errors import UnusableInput
-from sglang_watchdog.settings import DEFAULT_PATH
+from sglang_watchdog.settings_files import DEFAULT_PATH
 
 UnitArgument = Annotated[str, typer.Argument(help="The watched unit, as in sglang.service.")]
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -1,23 +1,28 @@
 """`sglang-watchdog run`: the daemon in the foreground, as sglang-watchdog.service starts it; and `hand-back`, for when
 that has died."""
 
-import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
-from sglang_watchdog.domain.incident import Incident
-from sglang_watchdog.settings import DEFAULT_PATH, Settings, load
+from sglang_watchdog.settings_files import DEFAULT_PATH
+
+if TYPE_CHECKING:
+    from sglang_watchdog.domain.incident import Incident
+    from sglang_watchdog.settings import Settings
 
 
 def run(config: Annotated[Path, typer.Option(help="The settings file.")] = DEFAULT_PATH) -> None:
     """Watch the units that the settings name, until SIGTERM."""
-    from sglang_watchdog.daemon import Daemon  # NVML, D-Bus and the exporter are the daemon's alone
+    import asyncio
+
+    from sglang_watchdog.daemon import Daemon
     from sglang_watchdog.reporting import logs
+    from sglang_watchdog.settings import load
 
     settings = load(config)
     logs.configure(settings.log_level, to_journal="JOURNAL_STREAM" in os.environ)
@@ -39,19 +44,23 @@ def hand_back(config: Annotated[Path, typer.Option(help="The settings file.")] =
         _tell_hooks(settings, closed)
 
 
-def _tell_hooks(settings: Settings, closed: list[Incident]) -> None:
+def _tell_hooks(settings: "Settings", closed: list["Incident"]) -> None:
     """After every start that was owed: a receiver may take its time."""
     if not closed or not settings.hooks.model_fields_set:
         return
+    import asyncio
+
     from sglang_watchdog.reporting import hooks, logs  # an HTTP client, which is slow to load
 
     logs.configure(settings.log_level, to_journal="JOURNAL_STREAM" in os.environ)
     asyncio.run(hooks.tell_closed(settings.hooks, closed))
 
 
-def _settings(config: Path) -> Settings:
+def _settings(config: Path) -> "Settings":
     """Of settings that cannot be used the defaults: they may be what the daemon died of, and a unit that it had
     stopped is owed its start all the same."""
+    from sglang_watchdog.settings import Settings, load
+
     try:
         return load(config)
     except UnusableInput as error:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import typer
 
-from sglang_watchdog.settings import DEFAULT_PATH, load
+from sglang_watchdog.settings_files import DEFAULT_PATH, runtime_dir
 
 ConfigOption = Annotated[Path, typer.Option(help="The settings file.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
@@ -44,9 +44,9 @@ def free(
 
 
 def ask(config: Path, method: str, path: str, **limits: float) -> Json:
-    from sglang_watchdog.cli import client  # aiohttp takes longer to import than most commands to run
+    from sglang_watchdog.cli import client  # HTTP, which `--help` and completions should not wait for
 
-    return client.ask(Path(load(config).runtime_dir), method, path, **limits)
+    return client.ask(runtime_dir(config), method, path, **limits)
 
 
 def _print(lines: Iterator[str] | list[str]) -> None:
