@@ -29,10 +29,13 @@ fi
 
 stamp=.venv/.setup-stamp
 wanted=$(cat packaging/requirements*.txt pyproject.toml packaging/setup.sh | sha256sum; "$PYTHON" -V; pwd)
-if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then exit 0; fi
-say "building the virtual environment in .venv"
-"$PYTHON" -m venv --clear .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
-    -r packaging/requirements.txt -r packaging/requirements-dev.txt
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
-printf '%s' "$wanted" >"$stamp"
+if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
+    say "building the virtual environment in .venv"
+    "$PYTHON" -m venv --clear .venv
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+        -r packaging/requirements.txt -r packaging/requirements-dev.txt
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+    printf '%s' "$wanted" >"$stamp"
+fi
+# In a lab host hundreds of short-lived processes import these, and most of them may not write a cache.
+.venv/bin/python -m compileall -q -x '/(corpus|found)/' watchdog tests
