@@ -46,6 +46,8 @@ def _samples(diagnosis: Diagnosis, incident: str) -> dict[AlertId, Alert]:
         alerts.blind("the ledger"),
         alerts.yielded(UNIT, "the operator's flags are now steps 3"),
         alerts.known_ceiling(UNIT, INVOCATION, CEILING),
+        alerts.unresponsive(UNIT, INVOCATION, diagnosis, incident),
+        alerts.responsive_again(UNIT, INVOCATION, "it makes progress again"),
         alerts.pause(UNIT, "pause", "paused until 2026-11-29 18:00:00 UTC"),
     )
     return {alert.id: alert for alert in made}

@@ -141,7 +141,7 @@ class SimJournal:
             if int(entry.cursor) > int(cursor or 0):
                 feed(entry)
                 cursor = entry.cursor
-        if start.traffic and start.serves:
+        if start.traffic and start.serves and start.hung_since is None:
             feed(JournalEntry(self._world.now(), "Decode batch. #running-req: 1", invocation=invocation, unit=UNIT))
         return cursor
 
@@ -203,8 +203,13 @@ class SimServer:
         self.world.point()
         return HealthState.UP if self._serves else HealthState.REFUSED
 
-    async def generate(self, _deadline: float) -> Generated:
+    async def generate(self, deadline: float) -> Generated:
         self.world.point()
+        running = self.world.running
+        if running is not None and running.hung_since is not None:
+            await asyncio.sleep(deadline)
+            self.world.point()
+            return Generated(0, deadline, "no answer", silent=True)
         return Generated(4 if self._serves else 0, 0.1)
 
     @property
@@ -326,6 +331,9 @@ def install(patch: pytest.MonkeyPatch, world: World, files: SimFiles, oracle: Or
     patch.setattr(processes, "variables", lambda *_: None)
     patch.setattr(processes, "cgroup_processes", group)
     patch.setattr(processes, "cgroup_listens", lambda *_: world.running is not None and world.running.serves)
+    patch.setattr(processes, "has_to_itself", lambda *_: world.running is not None and world.running.serves)
+    patch.setattr(processes, "bytes_moved", lambda _groups: 0)
+    patch.setattr(processes, "doing", lambda pid: f"python ({pid}): S (sleeping), 1 threads")
     patch.setattr(processes, "boot_id", lambda: "b" * 32)
     patch.setattr(processes, "boot_time", lambda: 0.0)
     for name in ("render", "put_in_force", "is_in_force", "withdraw", "lies_there", "verify"):

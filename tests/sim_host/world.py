@@ -75,6 +75,7 @@ class Start:
     began: float
     main: int
     serves: bool = False
+    hung_since: float | None = None  # it runs, HTTP answers, and there are no tokens
     traffic: bool = False
     failure: FailureClass | None = None
     phase: Phase = Phase.STARTING
@@ -216,6 +217,14 @@ class World:
         if self.running is start:
             start.serves, start.phase = True, Phase.SERVING
             self.say(start, "The server is fired up and ready to roll!")
+
+    def hang(self) -> None:
+        if self.running is not None and self.running.serves and self.running.hung_since is None:
+            self.running.hung_since = self.loop.elapsed
+
+    def go_on(self) -> None:
+        if self.running is not None:
+            self.running.hung_since = None
 
     def say(self, start: Start, message: str, **fields: str) -> None:
         entry = JournalEntry(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -214,6 +215,42 @@ def test_a_connection_from_the_port_is_no_listener(groups: Path) -> None:
     fill(groups, "system.slice/mine.service", os.getpid())
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
         assert not processes.cgroup_listens("/system.slice/mine.service", client.getsockname()[1])
+
+
+def test_a_port_that_others_have_as_well_is_not_the_units_alone(groups: Path, child: subprocess.Popen[bytes]) -> None:
+    """On another address, say: theirs may be the one that answers."""
+    mine = "/system.slice/mine.service"
+    fill(groups, "system.slice/mine.service", os.getpid())
+    fill(groups, "system.slice/other.service", child.pid)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert processes.has_to_itself((mine,), port)
+        assert not processes.has_to_itself(("/system.slice/other.service",), port)
+        server = f"import socket; s = socket.create_server(('127.0.0.2', {port})); print(flush=True); s.accept()"
+        with subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE) as stranger:
+            assert stranger.stdout is not None
+            stranger.stdout.readline()
+            assert not processes.has_to_itself((mine,), port)
+            fill(groups, "system.slice/container.scope", stranger.pid)
+            assert processes.has_to_itself((mine, "/system.slice/container.scope"), port)
+            stranger.kill()
+    assert not processes.has_to_itself((mine,), port)
+
+
+def test_what_a_group_reads_and_writes_is_counted(groups: Path) -> None:
+    fill(groups, "system.slice/mine.service", os.getpid())
+    before = processes.bytes_moved(("/system.slice/mine.service",))
+    assert before > 0
+    with open("/dev/zero", "rb") as zeros:
+        zeros.read(1 << 20)
+    assert processes.bytes_moved(("/system.slice/mine.service",)) >= before + (1 << 20)
+
+
+def test_what_a_process_does_is_told_by_the_kernel(child: subprocess.Popen[bytes]) -> None:
+    assert re.fullmatch(rf".+ \({child.pid}\): [A-Z] \(.+\)(, waits in \w+)?, 1 threads", processes.doing(child.pid))
+    child.kill()
+    child.wait(10)
+    assert processes.doing(child.pid) == ""
 
 
 # Signals

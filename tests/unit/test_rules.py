@@ -71,6 +71,7 @@ class Rules(RuleBasedStateMachine):
             rollback_window=600,
             rollbacks_per_day=4,
             allow_no_speculation=allow_none,
+            serving_budget=20,
         )
         self.oracle = Oracle(self.world, chosen)
         self.db = sqlite3.connect(":memory:", isolation_level=None)
@@ -105,6 +106,16 @@ class Rules(RuleBasedStateMachine):
         if self.world.running is not None and not self.world.unit.job:
             self.world.end(self.world.running, failure)
         self.daemon.run_for(0.1)
+
+    @rule(seconds=st.sampled_from([5.0, 60.0, 60.0]))
+    def the_server_hangs(self, seconds: float) -> None:
+        """HTTP answers 200 all the while."""
+        self.world.hang()
+        self.daemon.run_for(seconds)
+
+    @rule()
+    def the_server_goes_on(self) -> None:
+        self.world.go_on()
 
     @rule()
     def others_ask_it(self) -> None:

@@ -257,3 +257,15 @@ def test_requests_in_flight_are_counted_over_all_ranks_or_not_at_all(
 )
 def test_the_address_is_what_the_command_says(flags: str, address: tuple[str, int]) -> None:
     assert address_of(("python3", "-m", "sglang.launch_server", *flags.split())) == address
+
+
+def test_a_request_that_was_taken_and_not_answered_is_told_from_one_that_was_refused() -> None:
+    async def generate(server: Server) -> Generated:
+        return await server.generate(SHORT_S)
+
+    assert ask({"/generate": hangs}, generate).silent
+    assert not ask({"/generate": says({"error": "full"}, 503)}, generate).silent
+    with closing(socket.socket()) as placeholder:
+        placeholder.bind(("127.0.0.1", 0))  # and does not listen
+        port = placeholder.getsockname()[1]
+        assert not asyncio.run(Server(f"http://127.0.0.1:{port}").generate(SHORT_S)).silent

@@ -71,6 +71,10 @@ def test_every_setting_can_be_given(config: Path) -> None:
         rollback_window = 60
         rollbacks_per_day = 2
         cool_down = 0
+        loading_budget = 0
+        capturing_budget = 7
+        warming_budget = 8
+        serving_budget = 9
         """
     )
     settings = load(config)
@@ -83,6 +87,7 @@ def test_every_setting_can_be_given(config: Path) -> None:
     assert unit.managed_flags == {"--mem-fraction-static", "--max-total-tokens"}
     assert (unit.soak, unit.start_deadline) == (30.0, 10.5)
     assert (unit.rollbacks, unit.rollback_window, unit.rollbacks_per_day, unit.cool_down) == (1, 60.0, 2, 0.0)
+    assert (unit.loading_budget, unit.capturing_budget, unit.warming_budget, unit.serving_budget) == (0, 7, 8, 9)
     assert settings.hooks.command == ("/opt/hook", "--quiet")
     assert {*settings.hooks.model_fields_set} == set(HookSettings.model_fields)
     given = {"state_dir", "runtime_dir", "log_level", "metrics", "hooks", "units"}

@@ -180,6 +180,17 @@ class Incidents:
         self._parts.hooks.tell(Event.OPENED, incident)
         await self._recover(incident, Failed(launch.argv, launch.restarts, launch.gpu_before))
 
+    async def hung(self, launch: LaunchWatch, diagnosis: Diagnosis) -> None:
+        """Reports a launch that runs and makes no progress."""
+        self._parts.metrics.failures.labels(self._unit, diagnosis.failure).inc()
+        incident = self._recorded(launch, diagnosis)
+        id_ = incident.id if incident else ""
+        alerts.send(alerts.unresponsive(self._unit, launch.invocation, diagnosis, id_))
+        if incident is None:
+            return
+        self._verified(Outcome.FAILED, "What was started makes no progress.")
+        self._close(incident, Outcome.REPORTED, "It is left as it is.")
+
     def _recorded(self, launch: LaunchWatch, diagnosis: Diagnosis) -> Incident | None:
         """The incident of an end, in the ledger; None where that cannot be written, and then nothing is done."""
         try:

@@ -97,14 +97,16 @@ class Inquest:
                 return
             await self._parts.clock.sleep(_JOURNAL_RETRY_S)
 
-    async def pull(self, launch: LaunchWatch) -> None:
+    async def pull(self, launch: LaunchWatch) -> bool:
+        """Whether the journal could be read."""
         try:
             await launch.pull(self._parts.journal)
         except WatchdogError as error:
             log.warning("the journal cannot be read", unit=self._unit, error=str(error))
             self._parts.metrics.sees(Sense.JOURNAL, well=False)
-        else:
-            self._parts.metrics.sees(Sense.JOURNAL, well=True)
+            return False
+        self._parts.metrics.sees(Sense.JOURNAL, well=True)
+        return True
 
     def diagnose(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> Diagnosis:
         """Why the launch ended, or, where it runs, what is surprising about it."""

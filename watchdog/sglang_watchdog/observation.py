@@ -5,7 +5,7 @@ command line, and a dead child no place in the cgroup.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sglang_watchdog.diagnosis.timeline import Timeline, TimelineReader
 from sglang_watchdog.domain import visible
@@ -79,6 +79,21 @@ class LaunchWatch:
     def decoded_at(self) -> float:
         """When it last logged a decode batch, which our probes are too short for. Unix seconds; 0 for never."""
         return self._reader.decoded_at
+
+    @property
+    def prefilled_at(self) -> float:
+        """When it last logged a prefill batch that is larger than a probe. Unix seconds; 0 for never."""
+        return self._reader.prefilled_at
+
+    @property
+    def spoke_at(self) -> float:
+        """When it last logged anything but an answer to a client. Unix seconds; 0 for never."""
+        return self._reader.spoke_at
+
+    @property
+    def server_args(self) -> Mapping[str, object]:
+        """What SGLang printed of its settings; empty until then."""
+        return self._reader.server_args
 
     @property
     def base_unknown(self) -> str:

@@ -10,12 +10,13 @@ nothing was proven under traffic, and traffic for another soak time makes a full
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 import structlog
 
-from sglang_watchdog.domain.container import Container
+from sglang_watchdog.domain.container import Container, places_of
 from sglang_watchdog.domain.speculation import Command
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import containers, processes
@@ -23,6 +24,8 @@ from sglang_watchdog.host.server import HealthState, Server, address_of
 from sglang_watchdog.settings import UnitSettings
 
 PROBE_DEADLINE_S = 30.0
+# A decode line is logged a moment after the token that it counts.
+_LOGGED_AFTER_S = 1.0
 _RETRY_S = 60.0  # between two probes that generate on a server that serves
 log = structlog.get_logger()
 
@@ -37,6 +40,15 @@ class Standing(StrEnum):
     REFUSED = "refused"  # it serves, but is not to be called known-good (a degraded start)
 
 
+class Answer(StrEnum):
+    """What came of a request for a few tokens."""
+
+    TOKENS = "tokens"
+    SILENCE = "silence"  # the unit's own process took it, and nothing came
+    NO_TOKENS = "no_tokens"  # refused, or broken off: that says nothing of the scheduler
+    NOT_OURS = "not_ours"  # the port is not the unit's alone, so that whoever answered may be somebody else
+
+
 class Proof:
     """Of one launch. `now` is monotonic seconds everywhere: a clock that is set makes no soak shorter or longer."""
 
@@ -44,12 +56,14 @@ class Proof:
         host, port = address_of(argv)
         self._port = port
         self._server = Server(settings.url or f"http://{host}:{port}", _api_key(argv, settings))
+        self.roundabout = _roundabout(settings.url, port)
         self._soak = settings.soak
         self.standing = Standing.NOT_READY
         self._serving_since = 0.0
         self._served_at = 0.0
         self._next_probe = 0.0
         self._traffic_since = math.inf
+        self._asked = (0.0, 0.0)  # from when until when the last request of `ask` was under way, in Unix seconds
 
     @property
     def serving(self) -> bool:
@@ -75,6 +89,20 @@ class Proof:
             return False
         return (await self._server.generate(PROBE_DEADLINE_S)).tokens > 0
 
+    async def ask(
+        self, snapshot: UnitSnapshot, started: Iterable[Container], deadline: float, clock: Callable[[], float]
+    ) -> Answer:
+        """Whether it generates now. `clock` gives Unix seconds."""
+        groups = (snapshot.control_group, *(place for container in started for place in places_of(container)))
+        if not processes.has_to_itself(groups, self._port):
+            return Answer.NOT_OURS
+        begun = clock()
+        generated = await self._server.generate(deadline)
+        self._asked = (begun, clock() + _LOGGED_AFTER_S)
+        if generated.tokens:
+            return Answer.TOKENS
+        return Answer.SILENCE if generated.silent else Answer.NO_TOKENS
+
     def served(self, now: float, at: float) -> None:
         """`at` is the same moment in Unix seconds, as the journal has them."""
         self.standing = Standing.SERVING
@@ -85,8 +113,10 @@ class Proof:
         self.standing = Standing.REFUSED
 
     def saw(self, decoded_at: float, now: float) -> None:
-        """`decoded_at`: when the server last logged a decode batch, in Unix seconds, 0 for never."""
-        if self.serving and decoded_at > self._served_at:
+        """`decoded_at`: when the server last logged a decode batch, in Unix seconds, 0 for never. SGLang counts the
+        steps of all requests for it, so that one can be due with a request of ours."""
+        began, ended = self._asked
+        if self.serving and decoded_at > self._served_at and not began <= decoded_at <= ended:
             self._traffic_since = min(self._traffic_since, now)
 
     @property
@@ -104,6 +134,12 @@ class Proof:
 
     def proven(self) -> None:
         self.standing = Standing.PROVEN if self.traffic else Standing.IDLE
+
+
+def _roundabout(url: str | None, port: int) -> str:
+    """Why its silence would not be the unit's own; empty where it is asked directly."""
+    direct = url is None or urlsplit(url).port == port
+    return "" if direct else "it is asked through something else, which may be what is silent (url)"
 
 
 def _api_key(argv: tuple[str, ...], settings: UnitSettings) -> str:

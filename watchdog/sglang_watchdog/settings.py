@@ -225,6 +225,28 @@ class UnitSettings(_Table):
         _SECONDS_OR_NONE,
         "seconds",
     )
+    loading_budget: SecondsOrNone = _setting(
+        1800.0,
+        "A start hangs once it has logged nothing, and read and written next to nothing, for so long. 0: not judged.",
+        _SECONDS_OR_NONE,
+        "seconds",
+    )
+    capturing_budget: SecondsOrNone = _setting(
+        1800.0,
+        "The same while it captures graphs, by its log alone: kernels may be compiled.",
+        _SECONDS_OR_NONE,
+        "seconds",
+    )
+    warming_budget: SecondsOrNone = _setting(
+        900.0, "The same while it warms up. SGLang itself gives up after 600 s.", _SECONDS_OR_NONE, "seconds"
+    )
+    serving_budget: SecondsOrNone = _setting(
+        300.0,
+        "A server hangs once it has generated nothing for so long, though asked. While it logs no decode line it is "
+        "asked for four tokens, once a minute. 0: neither judged nor asked.",
+        _SECONDS_OR_NONE,
+        "seconds",
+    )
 
 
 class Settings(_Table):

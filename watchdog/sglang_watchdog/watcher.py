@@ -18,9 +18,11 @@ from sglang_watchdog.domain.known_good import Ceiling, KnownGood
 from sglang_watchdog.domain.launch import Launch, Phase
 from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.gate import Gate
+from sglang_watchdog.hangs import Hangs
 from sglang_watchdog.host.bus import Hint, HintKind
 from sglang_watchdog.incidents import Incidents
 from sglang_watchdog.inquest import Inquest
+from sglang_watchdog.liveness import Liveness
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.overriding import Overriding
 from sglang_watchdog.parts import Parts
@@ -67,7 +69,9 @@ class UnitWatcher:
             unit, settings, parts, self.cards, self.inquest, self._overriding, self.pausing, progress
         )
         self.gate = Gate(unit, parts, self.cards, self.inquest, lambda: self.may_act and not settings.several_nodes)
+        self.hangs = Hangs(unit, parts, self.inquest, self.incidents)
         self.proof: Proof | None = None
+        self.liveness = Liveness(settings, parts.clock)
 
     def hint(self, hint: Hint) -> None:
         """A signal of the bus: look again. Jobs are noted, because a foreign one means that the operator acts."""
@@ -98,7 +102,7 @@ class UnitWatcher:
             return _IDLE_S if self.pausing.left is None else min(_IDLE_S, self.pausing.left)
         if self.proof is None or not self.proof.serving:
             return _STARTING_S
-        return _SERVING_S if self.proof.settled else _PROVING_S
+        return min(_SERVING_S, self.liveness.every) if self.proof.settled else _PROVING_S
 
     def _nothing_awaited(self) -> bool:
         running = self.launch is not None and self.launch.ended is None
@@ -165,12 +169,14 @@ class UnitWatcher:
         await self.inquest.find_container(launch, snapshot)
         if launch.containers != known:  # whose a process in it is, is told by the ledger
             self._parts.ledger.save_launch(launch.record())
-        await self.inquest.pull(launch)
+        heard = await self.inquest.pull(launch)
         if self._before_the_weights(launch):
             await self._see_cards(launch, snapshot)
         await self.inquest.identify(launch)
         self._tell_ceiling(launch)
         await self._prove(launch, snapshot)
+        await self.liveness.look(launch, snapshot, self.proof, heard=heard)
+        await self.hangs.see(launch, snapshot, self.liveness)
 
     async def _follow_operator(self, snapshot: UnitSnapshot) -> None:
         if self.may_act and (followed := await self._overriding.follow_operator(snapshot)):
@@ -213,6 +219,7 @@ class UnitWatcher:
             return
         self.launch = self.inquest.begin(snapshot, known)
         self.proof = None
+        self.liveness = Liveness(self.settings, self._parts.clock)
         self._set_degraded(False)
         self._parts.metrics.launches.labels(self.unit).inc()
         log.info("launch", unit=self.unit, invocation=snapshot.invocation, main_pid=snapshot.main_pid)
@@ -323,6 +330,7 @@ class UnitWatcher:
         self.incidents.jobs.forget()  # the job that ended it, if one did, is history
         launch.ended = self._parts.clock.now()
         self._set_degraded(False)
+        self.hangs.over()
         self._parts.metrics.runs(self.unit, None)
         await self.inquest.identify(launch)
         self._tell_ceiling(launch)  # what dies at once is seen by its end alone
@@ -382,6 +390,9 @@ class UnitWatcher:
             "paused_until": self.pausing.until,
             "paused": self.pausing.in_words(),
             "degraded": self.degraded,
+            "progress": {"life": self.liveness.judgement.life, "why": self.liveness.judgement.sentence}
+            if running
+            else None,
             "incident": self.incidents.verifying.incident.id if self.incidents.verifying else "",
             "last_incident": {"id": last.id, "class": last.failure, "outcome": last.outcome} if last else None,
         }

@@ -263,3 +263,20 @@ def test_no_log_breaks_the_reader_or_the_diagnosis(entries: list[JournalEntry]) 
     answer = diagnose(Case(timeline=timeline_of(entries)))
     assert 0.0 < answer.confidence <= 1.0
     assert answer.to_json()["class"] == answer.failure
+
+
+@pytest.mark.parametrize(
+    ("text", "spoke", "prefilled"),
+    [
+        ("[2026-03-09 22:35:06 TP0] Load weight begin. avail mem=94.00 GB", True, False),
+        ('[2026-03-09 22:35:06] INFO:     10.0.0.1:1 - "GET /health HTTP/1.1" 503 Service Unavailable', False, False),
+        ('[2026-03-09 22:35:06] INFO:     10.0.0.1:1 - "POST /generate HTTP/1.1" 200 OK', False, False),
+        ("[2026-03-09 22:35:06 TP0] Prefill batch, #new-seq: 1, #new-token: 3, #cached-token: 0", True, False),
+        ("[2026-03-09 22:35:06 TP0] Prefill batch, #new-seq: 1, #new-token: 8192, #cached-token: 0", True, True),
+        ("[2026-03-09 22:35:06 TP0] Prefill batch, #new-seq: 2, #new-token: 9, #cached-token: 0", True, True),
+    ],
+)
+def test_what_shows_progress_is_told_from_health_checks_and_probes(text: str, spoke: bool, prefilled: bool) -> None:
+    reader = TimelineReader()
+    reader.feed(JournalEntry(7.0, text, invocation="a", unit="sglang.service"))
+    assert (reader.spoke_at, reader.prefilled_at) == (7.0 * spoke, 7.0 * prefilled)

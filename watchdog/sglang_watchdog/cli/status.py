@@ -65,6 +65,8 @@ def _status_lines(answer: Json) -> Iterator[str]:
 def _unit_lines(row: Json) -> Iterator[str]:
     yield f"{row['unit']}  {row['state']}{', ' + row['phase'] if row['phase'] else ''}"
     yield f"    runs {row['running'] or 'nothing'}, known-good: {row['known_good'] or 'nothing yet'}"
+    if (progress := row.get("progress")) and progress["life"] == "hung":
+        yield f"    hangs: {progress['why']}"
     for good in row["proven"]:
         how = "" if good["traffic"] else ", by probes alone"
         yield f"    {good['id']}  {good['config']}, proven {_when(good['proven'])}{how}"

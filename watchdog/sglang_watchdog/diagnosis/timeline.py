@@ -160,7 +160,7 @@ class TimelineReader:
         self._alive_by_rank: dict[str, float] = {}
         self._pids: set[int] = set()
         self._lost = 0
-        self._own_began = 0.0
+        self._own_began = self._spoke = self._prefilled = 0.0
         self._suppressed = self._kernel_seen = False
 
     @property
@@ -178,6 +178,16 @@ class TimelineReader:
     def decoded_at(self) -> float:
         """When a decode batch was last logged (Unix seconds), 0 for never."""
         return self._decoded[1]
+
+    @property
+    def prefilled_at(self) -> float:
+        """When a prefill batch was last logged that is larger than a probe or a health check (Unix seconds), or 0."""
+        return self._prefilled
+
+    @property
+    def spoke_at(self) -> float:
+        """When the server last said anything but an answer to a client (Unix seconds), or 0."""
+        return self._spoke
 
     @property
     def server_args(self) -> Mapping[str, object]:
@@ -272,8 +282,11 @@ class TimelineReader:
             self._serving(line, entry)
         elif text.startswith("INFO:     ") and '" 200' in text:
             self._answered(text, entry.time)
+            return
         else:
             self._telling(line, entry)
+        if "HTTP/1." not in text:
+            self._spoke = entry.time
 
     def _serving(self, line: Line, entry: JournalEntry) -> None:
         self._alive = entry.time
@@ -284,6 +297,8 @@ class TimelineReader:
             self._decoded = (line.text, entry.time)
             if "accept rate" in line.text and "accept rate: 0.00" not in line.text:
                 self._verified = (line.text, entry.time)
+        elif not _is_small(line.text):
+            self._prefilled = entry.time
 
     def _answered(self, text: str, time: float) -> None:
         """What only a living scheduler answers; `/model_info` and the like come from main alone."""
@@ -401,6 +416,8 @@ _FIRST_WORDS = (Word.STARTING, Word.STARTED, Word.RESOURCES)  # the last where t
 _LATE = (Phase.READY, Phase.SERVING, Phase.STOPPING)
 _REMAINING = re.compile(r"[Rr]emaining number of requests (\d+)")
 _RUNNING = re.compile(r"#running-req: (\d+)")
+_PREFILL = re.compile(r"#new-seq: (\d+), #new-token: (\d+)")
+_SMALL_PREFILL = 256  # tokens: those of one probe or health check, also where they are counted in whole pages
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _TOKENS = re.compile(r"#(?:full )?token: (\d+)")
 _RATE = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
@@ -410,6 +427,12 @@ _ACCEPT_RATE = re.compile(r"accept rate: (\d+(?:\.\d+)?)")
 
 def _drain(lines: list[tuple[float, int]]) -> Drain | None:
     return Drain(lines[0][1], lines[-1][1], lines[-1][0] - lines[0][0]) if lines else None
+
+
+def _is_small(text: str) -> bool:
+    """A prefill that may be of a request that only asks whether the server lives."""
+    found = _PREFILL.search(text)
+    return found is not None and found[1] == "1" and int(found[2]) <= _SMALL_PREFILL
 
 
 def _decoding(text: str, time: float) -> Decoding | None:

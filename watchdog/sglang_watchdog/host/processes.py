@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
@@ -27,6 +27,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 # Where systemd keeps its groups: the unified hierarchy, or version 1's own hierarchy of systemd (hybrid and legacy).
 _CGROUP_ROOTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup/unified"))
+_MOVES = ("rchar:", "wchar:", "read_bytes:")  # the last: pages that a mapped file was read for
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
@@ -54,6 +55,16 @@ def command_line(pid: int) -> tuple[str, ...]:
     process."""
     text = _text(pid, "cmdline")
     return tuple(text.rstrip("\0").split("\0")) if text else ()
+
+
+def doing(pid: int) -> str:
+    """Its name, its state, and what in the kernel its main thread waits in; empty where it is gone."""
+    lines = dict(line.split(":\t", 1) for line in _text(pid, "status").splitlines() if ":\t" in line)
+    if "State" not in lines:
+        return ""
+    waits = _text(pid, "wchan").strip()
+    where = "" if waits in ("", "0") else f", waits in {waits}"
+    return f"{lines['Name']} ({pid}): {lines['State']}{where}, {lines.get('Threads', '?')} threads"
 
 
 def variables(pid: int, names: Collection[str]) -> dict[str, str] | None:
@@ -157,6 +168,14 @@ def cgroup_listens(control_group: str, port: int) -> bool:
     return bool(sockets) and any(_holds(process.pid, sockets) for process in cgroup_processes(control_group))
 
 
+def has_to_itself(control_groups: Iterable[str], port: int) -> bool:
+    """Whether every listening TCP socket on the port is held by a process of these groups: one on another address could
+    be the one that answers."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    pids = [process.pid for group in control_groups for process in cgroup_processes(group)]
+    return bool(sockets) and all(any(_holds(pid, {socket}) for pid in pids) for socket in sockets)
+
+
 def _cgroup_files(control_group: str, file: str) -> Iterator[str]:
     relative = control_group.strip("/")
     if not relative:
@@ -184,6 +203,13 @@ def _holds(pid: int, sockets: set[str]) -> bool:
         return any(os.readlink(folder / fd) in sockets for fd in os.listdir(folder))
     except OSError:  # it has ended, or closed the file meanwhile
         return False
+
+
+def bytes_moved(control_groups: Iterable[str]) -> int:
+    """What the processes of these groups have read and written so far, from files and elsewhere; those that cannot be
+    told left out."""
+    texts = (_text(process.pid, "io") for group in control_groups for process in cgroup_processes(group))
+    return sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith(_MOVES))
 
 
 # Its end

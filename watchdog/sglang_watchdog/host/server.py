@@ -37,11 +37,13 @@ class HealthState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Tokens that really came, in so many seconds. Without tokens `reason` says why there are none."""
+    """Tokens that really came, in so many seconds. Without tokens `reason` says why there are none. `silent`: the
+    request was taken, and there was no answer until the deadline."""
 
     tokens: int
     seconds: float
     reason: str = ""
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Server:
             answer = await self._call("POST", "/v1/completions", left, body)
             tokens = _tokens(answer.body, "usage")
         reason = "" if tokens else answer.reason or "the answer has no tokens"
-        return Generated(tokens, time.monotonic() - begun, reason)
+        return Generated(tokens, time.monotonic() - begun, reason, answer.state is HealthState.TIMEOUT)
 
     async def model_info(self, deadline: float) -> Mapping[str, object] | None:
         """Answered by the main process alone: it says nothing about the scheduler."""

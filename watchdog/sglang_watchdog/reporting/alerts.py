@@ -31,6 +31,8 @@ class AlertId(StrEnum):
     YIELDED = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c09"
     KNOWN_CEILING = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c0a"
     PAUSE = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c0b"
+    UNRESPONSIVE = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c0c"
+    RESPONSIVE_AGAIN = "7c1f0d6f2e0b4c5d9a3f0b1e6a5d4c0d"
 
 
 class Priority(IntEnum):
@@ -101,6 +103,26 @@ def stale_definition(unit: str, invocation: str, diagnosis: Diagnosis, incident:
         incident=incident,
         failure=diagnosis.failure,
         details=(("INVOCATION", invocation), *_of_diagnosis(diagnosis)),
+    )
+
+
+def unresponsive(unit: str, invocation: str, diagnosis: Diagnosis, incident: str) -> Alert:
+    """A launch that runs and makes no progress."""
+    return Alert(
+        AlertId.UNRESPONSIVE,
+        Priority.ERROR,
+        unit,
+        f"{unit}: {diagnosis.failure}: {diagnosis.summary}",
+        incident=incident,
+        failure=diagnosis.failure,
+        details=(("INVOCATION", invocation), *_of_diagnosis(diagnosis)),
+    )
+
+
+def responsive_again(unit: str, invocation: str, message: str) -> Alert:
+    """It makes progress after all."""
+    return Alert(
+        AlertId.RESPONSIVE_AGAIN, Priority.NOTICE, unit, f"{unit}: {message}", details=(("INVOCATION", invocation),)
     )
 
 

@@ -90,8 +90,8 @@ class Metrics:
         self.launches = self._counter("launches", "Launches seen by this daemon", "unit")
         self.failures = self._counter(
             "failures",
-            "Ended launches by class; requested_stop is among them, and so is a healthy server that was found "
-            "stale_unit_file",
+            "Ended launches by class; requested_stop is among them, and so are a healthy server that was found "
+            "stale_unit_file and a running one that was found unresponsive",
             "unit",
             "class",
         )
@@ -109,6 +109,9 @@ class Metrics:
         )
         self.degraded = self._gauge(
             "degraded", "1 while the running launch has less than its config was proven with", "unit"
+        )
+        self.unresponsive = self._gauge(
+            "unresponsive", "1 while the running launch makes no progress, though its main process lives", "unit"
         )
         self._running_steps = self._gauge(
             "running_speculative_num_steps",
@@ -235,6 +238,7 @@ class Metrics:
             self.spared.labels(unit)
             self.overridden.labels(unit).set(0)
             self.degraded.labels(unit).set(0)
+            self.unresponsive.labels(unit).set(0)
             for failure in FailureClass:
                 self.failures.labels(unit, failure)
             for outcome in Outcome:

@@ -1,0 +1,97 @@
+"""A server that runs and makes no progress, under the shipped service on a real systemd: seen by its tokens."""
+
+import signal
+
+import pytest
+
+from lab_product.conftest import Inference, proven
+from lab_product.installed import PYTHON, InferenceHost
+from sim_sglang.simulation import Simulation
+from waiting import wait_until
+
+pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("incidents")]
+BUDGET_S = 5.0  # a request every 1.25 s
+OBSERVING = {"act": False, "soak": 0.5, "serving_budget": BUDGET_S, "loading_budget": 4.0}
+
+STRANGER = """
+import http.server, json, sys
+class Stranger(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.dumps({"meta_info": {"completion_tokens": 4}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_POST = do_GET
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Stranger).serve_forever()
+"""
+
+
+def schedulers(host: InferenceHost) -> list[int]:
+    """Pids of the host's own."""
+    script = 'grep -l "^sglang::schedul" $(sed "s,.*,/proc/&/comm," "/sys/fs/cgroup$1/cgroup.procs") | cut -d/ -f3'
+    group = host.show("ControlGroup")["ControlGroup"]
+    return sorted(int(pid) for pid in host.host.run("sh", "-c", script, "schedulers", group).stdout.split())
+
+
+def signalled(host: InferenceHost, number: signal.Signals, *pids: int) -> None:
+    host.host.run("kill", f"-{int(number)}", *map(str, pids))
+
+
+def asked(host: InferenceHost) -> int:
+    """How many requests were answered."""
+    lines = host.host.run("journalctl", "--unit", host.unit, "--output=cat", "--grep=POST /generate").stdout
+    return lines.count("200 OK")
+
+
+def hangs(host: InferenceHost) -> float:
+    return host.metric("sglang_watchdog_unresponsive", unit=host.unit) or 0.0
+
+
+def test_a_server_that_answers_200_and_gives_no_tokens_is_unresponsive_and_left_alone_where_it_may_not_be_touched(
+    inference: Inference,
+) -> None:
+    with inference(settings=OBSERVING) as host:
+        proven(host)
+        before = host.invocation()
+        wait_until(lambda: asked(host) >= 4, 20, "an idle server is asked now and then")
+        host.load(2, tokens=20_000)  # and one under load is not
+        time_of_load = asked(host)
+        host.ask_for("hang_healthy")
+        alert = host.wait_alert(CLASS="unresponsive")
+        assert asked(host) == time_of_load
+        assert host.client.healthy()
+        assert "generated nothing" in alert.message
+        assert "sglang::schedul" in alert.get("EVIDENCE")
+        assert hangs(host) == 1
+        assert host.status()["units"][0]["progress"]["life"] == "hung"
+        assert host.history()["incidents"][0]["outcome"] == "reported"
+        host.ask_for()
+        wait_until(lambda: hangs(host) == 0, 20, "it makes progress again")
+        assert host.invocation() == before
+        assert len(host.alerts(CLASS="unresponsive")) == 1
+
+
+def test_a_dead_scheduler_is_seen_where_main_stays_active(inference: Inference) -> None:
+    with inference(settings=OBSERVING, simulation=Simulation(release="0.5.9")) as host:
+        proven(host)
+        signalled(host, signal.SIGKILL, schedulers(host)[0])
+        alert = host.wait_alert(CLASS="unresponsive")
+        assert "1 of 4 is gone" in alert.message
+        assert host.state() == "active/running"
+
+
+def test_tokens_of_a_stranger_on_the_port_are_no_life_of_a_start_that_hangs(inference: Inference) -> None:
+    with inference(settings=OBSERVING) as host:
+        command = (PYTHON, "-c", STRANGER, str(host.sglang.port))
+        host.host.run("systemd-run", "--unit=stranger", "--collect", *command)
+        try:
+            wait_until(lambda: host.client.healthy(), 30, "the stranger serves")
+            host.ask_for("init_hang")
+            host.start(wait=False)
+            alert = host.wait_alert(CLASS="unresponsive")
+            assert host.tokens(4) == 4
+            assert "The launch loads and has said nothing" in alert.message
+        finally:
+            host.host.systemctl("stop", "stranger", check=False)

@@ -1,0 +1,49 @@
+"""What comes of a running launch that makes no progress: what can still be seen of it is kept, and it is an incident.
+
+Once in each hang. It is over when there is progress again, or when the launch ends.
+"""
+
+import structlog
+
+from sglang_watchdog.domain.container import places_of
+from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host import stacks
+from sglang_watchdog.incidents import Incidents
+from sglang_watchdog.inquest import Inquest
+from sglang_watchdog.liveness import Liveness
+from sglang_watchdog.observation import LaunchWatch
+from sglang_watchdog.parts import Parts
+from sglang_watchdog.recovery.liveness import Life, hang
+from sglang_watchdog.reporting import alerts
+
+log = structlog.get_logger()
+
+
+class Hangs:
+    """Of one unit."""
+
+    def __init__(self, unit: str, parts: Parts, inquest: Inquest, incidents: Incidents) -> None:
+        self._unit = unit
+        self._parts = parts
+        self._inquest = inquest
+        self._incidents = incidents
+        self._told = False
+
+    async def see(self, launch: LaunchWatch, snapshot: UnitSnapshot, liveness: Liveness) -> None:
+        """After each look at a launch that runs."""
+        judgement = liveness.judgement
+        if judgement.life is Life.HUNG and not self._told:
+            self._told = True
+            self._parts.metrics.unresponsive.labels(self._unit).set(1)
+            groups = (snapshot.control_group, *(p for container in launch.containers for p in places_of(container)))
+            known = self._inquest.diagnose(launch, snapshot)
+            diagnosis = hang(judgement, liveness.signs, stacks.states(groups, self._parts.clock.now()), known)
+            log.warning("a launch hangs", unit=self._unit, invocation=launch.invocation, why=judgement.sentence)
+            await self._incidents.hung(launch, diagnosis)
+        elif judgement.life is Life.LIVE and self._told:
+            alerts.send(alerts.responsive_again(self._unit, launch.invocation, "it makes progress again"))
+            self.over()
+
+    def over(self) -> None:
+        self._told = False
+        self._parts.metrics.unresponsive.labels(self._unit).set(0)
