@@ -1,5 +1,6 @@
 """A server that runs and makes no progress, under the shipped service on a real systemd: seen by its tokens."""
 
+import re
 import signal
 
 import pytest
@@ -25,6 +26,12 @@ class Stranger(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
     do_POST = do_GET
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Stranger).serve_forever()
+"""
+
+PY_SPY = """#!/bin/sh
+test "$1 $2 $3" = "dump --nonblocking --pid" || exit 2
+printf 'Process %s: python --api-key hush-hush-4711\\nPython v3.11.2\\n\\n' "$4"
+printf 'Thread %s (idle): "MainThread"\\n    recv (%s)\\n' "$4" "$(readlink "/proc/$4/exe" | xargs basename)"
 """
 
 
@@ -53,6 +60,7 @@ def test_a_server_that_answers_200_and_gives_no_tokens_is_unresponsive_and_left_
     inference: Inference,
 ) -> None:
     with inference(settings=OBSERVING) as host:
+        host.host.write("/usr/local/bin/py-spy", PY_SPY, mode=0o755)
         proven(host)
         before = host.invocation()
         wait_until(lambda: asked(host) >= 4, 20, "an idle server is asked now and then")
@@ -63,7 +71,12 @@ def test_a_server_that_answers_200_and_gives_no_tokens_is_unresponsive_and_left_
         assert asked(host) == time_of_load
         assert host.client.healthy()
         assert "generated nothing" in alert.message
-        assert "sglang::schedul" in alert.get("EVIDENCE")
+        evidence = alert.get("EVIDENCE")
+        assert re.search(r"sglang::schedul \(\d+\): S \(sleeping\)", evidence)
+        assert re.search(r"sglang::schedul \(\d+\) is in recv \(python", evidence)
+        whole = host.host.read(re.findall(r"the whole stacks are in (\S+)", evidence)[0])
+        assert whole.count("MainThread") >= 6  # main, four schedulers, the detokenizer
+        assert "hush-hush" not in whole + evidence
         assert hangs(host) == 1
         assert host.status()["units"][0]["progress"]["life"] == "hung"
         assert host.history()["incidents"][0]["outcome"] == "reported"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from sglang_watchdog.diagnosis.case import Case
+from sglang_watchdog.domain.evidence import Evidence
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
 from sglang_watchdog.domain.gpu import Gpu, GpuAnswer, GpuHolder, GpuReading, GpuUnknown
 from sglang_watchdog.domain.journal import JournalEntry
@@ -267,6 +268,12 @@ class SimFiles:
         self._world.reload()
         self._world.point()
 
+    async def stacks(self, *_: object) -> tuple[Evidence, ...]:
+        self._world.point()
+        await asyncio.sleep(1)
+        self._world.point()
+        return ()
+
     async def awaiting_reload(self) -> tuple[str, ...]:
         return ()
 
@@ -334,6 +341,7 @@ def install(patch: pytest.MonkeyPatch, world: World, files: SimFiles, oracle: Or
     patch.setattr(processes, "has_to_itself", lambda *_: world.running is not None and world.running.serves)
     patch.setattr(processes, "bytes_moved", lambda _groups: 0)
     patch.setattr(processes, "doing", lambda pid: f"python ({pid}): S (sleeping), 1 threads")
+    patch.setattr("sglang_watchdog.hangs.stacks.save", files.stacks)
     patch.setattr(processes, "boot_id", lambda: "b" * 32)
     patch.setattr(processes, "boot_time", lambda: 0.0)
     for name in ("render", "put_in_force", "is_in_force", "withdraw", "lies_there", "verify"):

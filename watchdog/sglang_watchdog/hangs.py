@@ -6,6 +6,7 @@ Once in each hang. It is over when there is progress again, or when the launch e
 import structlog
 
 from sglang_watchdog.domain.container import places_of
+from sglang_watchdog.domain.evidence import Evidence
 from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import stacks
 from sglang_watchdog.incidents import Incidents
@@ -35,14 +36,21 @@ class Hangs:
         if judgement.life is Life.HUNG and not self._told:
             self._told = True
             self._parts.metrics.unresponsive.labels(self._unit).set(1)
-            groups = (snapshot.control_group, *(p for container in launch.containers for p in places_of(container)))
-            known = self._inquest.diagnose(launch, snapshot)
-            diagnosis = hang(judgement, liveness.signs, stacks.states(groups, self._parts.clock.now()), known)
             log.warning("a launch hangs", unit=self._unit, invocation=launch.invocation, why=judgement.sentence)
-            await self._incidents.hung(launch, diagnosis)
+            seen = await self._look_closer(launch, snapshot)
+            known = self._inquest.diagnose(launch, snapshot)
+            await self._incidents.hung(launch, hang(judgement, liveness.signs, seen, known))
         elif judgement.life is Life.LIVE and self._told:
             alerts.send(alerts.responsive_again(self._unit, launch.invocation, "it makes progress again"))
             self.over()
+
+    async def _look_closer(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> tuple[Evidence, ...]:
+        now = self._parts.clock.now()
+        groups = (snapshot.control_group, *(p for container in launch.containers for p in places_of(container)))
+        python = launch.raw_argv[0] if launch.raw_argv else ""
+        name = f"{self._unit}-{launch.invocation[:12]}-{now:.0f}.txt"
+        stacked = await stacks.save(groups, python, self._parts.state_dir / stacks.FOLDER, name, now)
+        return (*stacks.states(groups, now), *stacked)
 
     def over(self) -> None:
         self._told = False

@@ -1,11 +1,9 @@
 """The engines of containers: what their traces on this host say, and what they are asked to do.
 
 An engine needs namespaces, mounts and capabilities that the sandbox of the watchdog's service does not have, so its
-command is run by systemd in a transient unit of its own (`systemd-run`): the sandbox stays as it is, and an engine
-that hangs is systemd's to end.
+command is run by systemd in a transient unit of its own.
 """
 
-import asyncio
 import os
 import signal
 import stat
@@ -22,9 +20,9 @@ from sglang_watchdog.domain.container import (
     monitored,
     places_of,
 )
+from sglang_watchdog.domain.errors import DeadlineExceeded
 from sglang_watchdog.domain.launch import ProcessId
-from sglang_watchdog.host import processes
-from sglang_watchdog.host.child import give_up
+from sglang_watchdog.host import processes, transient
 
 # podman answers in a third of a second on an idle host; its lock is held for as long as an image is pulled.
 _DEADLINE_S = 10.0
@@ -125,23 +123,10 @@ def _seconds(text: str) -> float:
 
 async def _ask(engine: Engine, *words: str) -> str:
     """What the engine's command prints. Raises `EngineSilent`."""
-    command = ["systemd-run", "--quiet", "--wait", "--pipe", "--collect", "--service-type=exec"]
-    command += [f"--property=RuntimeMaxSec={_DEADLINE_S:.0f}", f"--description=sglang-watchdog asks {engine}"]
-    pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command, "--", engine, *words, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
-        )
-    except OSError as error:
-        raise EngineSilent(f"systemd-run cannot be started: {error}") from error
-    try:
-        async with asyncio.timeout(_DEADLINE_S):
-            said, complaint = await process.communicate()
-    except TimeoutError:
-        raise EngineSilent(f"{engine} does not answer within {_DEADLINE_S:.0f} s") from None
-    finally:
-        await give_up(process)
-    if process.returncode:
-        lines = complaint.decode(errors="replace").strip().splitlines()
-        raise EngineSilent(f"{engine} answers: {lines[-1] if lines else f'status {process.returncode}'}")
-    return said.decode(errors="replace")
+        ended = await transient.run(engine, *words, deadline=_DEADLINE_S, description=f"sglang-watchdog asks {engine}")
+    except (transient.CannotBeRun, DeadlineExceeded) as error:
+        raise EngineSilent(str(error)) from error
+    if ended.status:
+        raise EngineSilent(f"{engine} answers: {ended.complaint or f'status {ended.status}'}")
+    return ended.printed.decode(errors="replace")

@@ -67,6 +67,12 @@ def doing(pid: int) -> str:
     return f"{lines['Name']} ({pid}): {lines['State']}{where}, {lines.get('Threads', '?')} threads"
 
 
+def stuck_in_the_kernel(pid: int) -> bool:
+    """Whether it sleeps without being woken by a signal (a driver or a disk that does not answer)."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] == "D"
+
+
 def variables(pid: int, names: Collection[str]) -> dict[str, str] | None:
     """These variables of its environment, as far as they are set; None where it cannot be read. Only for a unit's main
     process."""
