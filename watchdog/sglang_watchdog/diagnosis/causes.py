@@ -21,7 +21,8 @@ from sglang_watchdog.domain.launch import Phase
 
 # Xids of the card, its memory, its link or the driver. Others (13, 31, 43, 45) follow an application's fault or a kill.
 _CARD_XIDS = frozenset(
-    {8, 38, 46, 48, 54, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 110, 119, 120, 123, 136, 140, *range(143, 151), 154}
+    {8, 38, 46, 48, 54, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 110, 119, 120, 121, 123, 136, 140}
+    | {*range(143, 151), *range(154, 161)}
 )
 _FAULT_XIDS = frozenset({13, 31})
 _GOES_ON_SAME_RANK = 5.0  # seconds of decoding on the same rank that prove that a line was not the end
@@ -68,6 +69,7 @@ _MEMORY = frozenset(
     | {Class.HOST_MEMORY_SHORTAGE, Class.SHM_OR_DISK_FULL}
 )
 _SOFT = frozenset({Class.CUDA_ERROR, Class.NCCL_ERROR, Class.SEGFAULT, Class.SOFTWARE_EXCEPTION})
+_OF_MEMORY_TOO = _SOFT | {Class.MISSING_DEPENDENCY}
 _STALLS = frozenset({Class.INTERNAL_WATCHDOG_HANG, Class.UNRESPONSIVE})
 
 
@@ -101,7 +103,7 @@ def _explains(cause: Cause, first: Cause) -> bool:
     """What is logged later can be what came before: the kernel's line, or the line of the rank that failed first."""
     apart = abs(cause.time - first.time)
     if cause.failure in _KILLS:
-        return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
+        return first.failure in _OF_MEMORY_TOO | _STALLS and apart <= _SAME_EVENT
     if cause.failure is Class.GPU_HARDWARE_FAULT:
         return first.failure in _SOFT | _STALLS and apart <= _SAME_EVENT
     if cause.failure is Class.INTERNAL_WATCHDOG_HANG:
@@ -110,7 +112,8 @@ def _explains(cause: Cause, first: Cause) -> bool:
         return apart <= _OTHER_RANK
     if cause.failure in (Class.CUDA_ERROR, Class.SEGFAULT):
         return first.failure is Class.NCCL_ERROR and apart <= _OTHER_RANK and not _is_an_abort(cause)
-    return cause.failure in _MEMORY and first.failure in _SOFT and apart <= _OTHER_RANK
+    # A compiler that finds no room reports that inside of its "build failed", which is logged first.
+    return cause.failure in _MEMORY and first.failure in _OF_MEMORY_TOO and apart <= _OTHER_RANK
 
 
 def _is_an_abort(cause: Cause) -> bool:
@@ -199,12 +202,23 @@ def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
         case Meaning.XID:
             return _xid(int(hit.groups.get("xid", "0")))
         case Meaning.CHILD_DIED:
-            return _BY_CHILD.get(hit.groups.get("code", ""))
+            code = hit.groups.get("code", "")
+            return None if code == "-6" and _was_made_to_abort(hit, case.timeline) else _BY_CHILD.get(code)
+        case Meaning.ABORTED if _was_made_to_abort(hit, case.timeline):
+            return None
         case Meaning.NO_PROGRESS:
             silent = _prober_followed(hit, case.timeline) or _silent_to_the_end(hit, case.timeline)
             return (Class.UNRESPONSIVE, 0.6) if silent else None
         case _:
             return _PLAIN.get(hit.means)
+
+
+def _was_made_to_abort(hit: Hit, timeline: Timeline) -> bool:
+    """By the end of a process that it worked with, or by the unit's own watchdog: no fault of its native code."""
+    echoes = (other for other in timeline.hits if other.means is Meaning.ECHO)
+    echoed = any(other.order < hit.order and hit.time - other.time <= _SAME_EVENT for other in echoes)
+    watchdog = timeline.word(Word.WATCHDOG)
+    return echoed or (watchdog is not None and watchdog.order < hit.order)
 
 
 def _xid(code: int) -> tuple[Class, float] | None:

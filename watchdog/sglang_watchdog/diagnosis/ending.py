@@ -64,6 +64,11 @@ class Ending:
         return ""
 
     @property
+    def may_be_a_kill(self) -> bool:
+        """By SIGKILL, or behind a container or a shell by 137."""
+        return self.status in ("", "killed/9", "exited/137")
+
+    @property
     def asked_order(self) -> int | None:
         """When the stop was asked for: the earlier of systemd's word and SGLang's."""
         orders = [said.order for said in (self.stopping, self.sigterm) if said]

@@ -54,7 +54,9 @@ def _caused(case: Case, ending: Ending, cause: Cause, speculation: Speculation) 
     held = held_memory(case, cause) if cause.failure in _GPU_OOM else None
     verdict = explain(case, cause, speculation, held)
     context = tuple(e for e in ending.proofs() if e not in verdict.evidence)
-    return replace(verdict, evidence=(*verdict.evidence, *context))
+    # A kill is ruled out where one is to be seen, or where the end is not in the input.
+    ruled_out = (r for r in verdict.ruled_out if r.failure is not Class.EXTERNAL_KILL or ending.may_be_a_kill)
+    return replace(verdict, evidence=(*verdict.evidence, *context), ruled_out=tuple(ruled_out))
 
 
 def _diagnosis(case: Case, verdict: Verdict, speculation: Speculation) -> Diagnosis:

@@ -82,12 +82,18 @@ def _held_by_word(case: Case, cause: Cause) -> Verdict:
         f"GPU memory is held by {_holders(case) or 'somebody else'}: {how}.",
         evidence=(of_cause(cause),),
         advice=(
-            "See who holds it with `sglang-watchdog gpus`, end what was left behind, then start the same configuration "
-            "again. Memory that no process accounts for needs a reset of the GPU or a reboot.",
+            _own_advice(cause)
+            or "See who holds it with `sglang-watchdog gpus`, end what was left behind, then start the same "
+            "configuration again. Memory that no process accounts for needs a reset of the GPU or a reboot.",
         ),
         phase=cause.phase,
         cause=cause,
     )
+
+
+def _own_advice(cause: Cause) -> str:
+    """What the wording that was met says of what to do; empty where that of its class is all."""
+    return cause.hit.signature.advice if cause.hit else ""
 
 
 def _holders(case: Case) -> str:
@@ -265,14 +271,19 @@ _BY_OOMD = (
 )
 
 
+_BY_MONITOR = "A watcher of the host's memory ended a process of the server because the memory (RAM) was running out."
+
+
 def _plain(cause: Cause) -> Verdict:
     sentence, advice = _SENTENCES[cause.failure]
-    if cause.failure is Class.WEIGHTS_OOM and cause.worker is Worker.DRAFT:
+    if cause.failure is Class.WEIGHTS_OOM and (cause.worker is Worker.DRAFT or cause.in_speculation):
         sentence, advice = _DRAFT_WEIGHTS
     elif cause.failure is Class.CGROUP_OOM_KILL and "systemd-oomd" in cause.text:
         sentence, advice = _BY_OOMD
     elif cause.in_speculation and cause.source is Source.SGLANG:
         sentence += " It happened in the code of speculative decoding."
+    elif cause.hit and cause.hit.means is Meaning.MEMORY_MONITOR:
+        sentence = _BY_MONITOR
     sentence += shortage.missing(cause)
     if cause.failure in _QUOTED:
         quote = cause.text if len(cause.text) <= _LONGEST_QUOTE else f"{cause.text[:_LONGEST_QUOTE]}…"
@@ -283,7 +294,7 @@ def _plain(cause: Cause) -> Verdict:
         cause.confidence,
         sentence,
         evidence=(of_cause(cause),),
-        advice=(advice,),
+        advice=(_own_advice(cause) or advice,),
         ruled_out=ruled_out + _not_memory(cause),
         phase=cause.phase,
         cause=cause,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.effective import argv_of, server_args_of
+from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.domain.evidence import Evidence, Source
 from sglang_watchdog.domain.gpu import GpuReading, HeldMemory
@@ -21,9 +22,14 @@ _GIB = 1 << 30
 _NOT_WORTH_BYTES = _GIB
 _NOT_WORTH_SHARE = 0.1
 _TOLERANCE_GIB = 1.5
+_ROUNDED = 0.02  # GiB, of figures with two digits
 _NOT_WORTH_LISTED = 4.0  # GiB; a desktop or a small neighbour holds less
 _IN_USE = re.compile(r"Process (?P<pid>\d+) has (?P<held>\d+(?:\.\d+)? [KMG]iB) memory in use")
 NOBODY = "no visible process"
+_OURS = re.compile(
+    r"Of the allocated memory (?P<used>\d+(?:\.\d+)? [KMG]iB) is allocated by PyTorch"
+    r"(?:.*? and (?P<spare>\d+(?:\.\d+)? [KMG]iB) is reserved by PyTorch)?"
+)
 _UNITS = {"KiB": 1 / 2**20, "MiB": 1 / 1024, "GiB": 1.0}
 # SGLang's default of --chunked-prefill-size tells the least memory that the card has (GiB, as it counts them).
 _CARD_BY_CHUNK = {16384: 160.0, 8192: 60.0, 4096: 35.0}
@@ -112,13 +118,25 @@ def _named(case: Case, cause: Cause) -> Iterator[Held]:
     """PyTorch names other processes on the card. Another rank of the same launch is no stranger."""
     missing = _missing(cause)
     recorded = {process.id.pid for process in case.launch.processes} if case.launch else set()
-    for found in _IN_USE.finditer(cause.text):
-        gib, pid = to_gib(found["held"]), int(found["pid"])
-        if pid in case.timeline.pids or pid in recorded or gib < max(missing, 0.25) or _was_no_cause(pid, case):
+    named = [(int(found["pid"]), to_gib(found["held"])) for found in _IN_USE.finditer(cause.text)]
+    ours = case.timeline.pids | recorded | _itself(named, cause.text)
+    for pid, gib in named:
+        if pid in ours or gib < max(missing, 0.25) or _was_no_cause(pid, case):
             continue
         who = f"process {pid}"
         text = f"{who} had {gib:.1f} GiB of the card in use, and {missing:.2f} GiB were missing"
         yield Held(gib, who, None, Evidence(cause.source, text, cause.time), 0.9)
+
+
+def _itself(named: list[tuple[int, float]], text: str) -> set[int]:
+    """Which of them is the process that failed. In a container the driver gives it the host's pid, by which it does not
+    know itself; then its share is the one that is not below what PyTorch allocated in it, and nearest to that."""
+    ours = _OURS.search(text)
+    if not ours or "this process has" in text:
+        return set()
+    own = to_gib(ours["used"]) + to_gib(ours["spare"] or "")
+    near = [(gib - own, pid) for pid, gib in named if gib >= own - _ROUNDED]
+    return {min(near)[1]} if near else set()
 
 
 def _listed(case: Case, cause: Cause) -> Iterator[Held]:
@@ -149,6 +167,8 @@ def _short_of_total(case: Case, cause: Cause) -> Iterator[Held]:
     """Free memory before the target's weights, against the card's size in the same log."""
     total = to_gib(cause.hit.groups.get("total", "")) if cause.hit else 0.0
     before = case.timeline.memory.before_weights_gib
+    if cause.in_speculation and cause.worker is Worker.TARGET:
+        return  # the log begins too late: what was free before "the weights" is what the target had left
     if total and before is not None and total - before > max(2.0, total * _NOT_WORTH_SHARE):
         text = f"only {before:.1f} of the card's {total:.1f} GiB were free before the weights were loaded"
         yield Held(total - before, "another process", None, Evidence(Source.SGLANG, text), 0.9)

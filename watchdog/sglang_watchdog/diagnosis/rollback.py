@@ -59,7 +59,8 @@ def _would_help(case: Case, verdict: Verdict, speculation: Speculation) -> bool 
 def _memory(case: Case, verdict: Verdict, speculation: Speculation) -> bool | None:
     cause = verdict.cause
     if verdict.failure is Class.WEIGHTS_OOM:
-        return cause is not None and cause.worker is Worker.DRAFT  # the target's own weights are in then
+        # The target's own weights are in then.
+        return cause is not None and (cause.worker is Worker.DRAFT or cause.in_speculation)
     if cause and cause.hit and cause.hit.means is Meaning.KV_EXHAUSTED:
         return None  # load decides, and speculation only in part
     if speculation.on is None:

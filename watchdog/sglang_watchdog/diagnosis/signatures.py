@@ -53,6 +53,7 @@ class Meaning(StrEnum):
     SOFTWARE = "software"
     EVICTED = "evicted"
     OTHER_RANK = "other_rank"  # says that the cause is in another rank's log
+    NAME_TAKEN = "name_taken"  # a container of the unit's name is there already
     CHILD_DIED = "child_died"  # group `code`
     OWN_KILL = "own_kill"  # SGLang ends its own tree
     SIGTERM = "sigterm"
@@ -123,7 +124,7 @@ class ReleaseRange:
 class Signature:
     """`needles` are literals of which a line must hold one before the pattern is tried: a search for a literal costs
     a fraction of a pattern's, and nearly all lines of a serving launch hold none. `confidence` is the wording's own,
-    where it is less sure than its meaning."""
+    where it is less sure than its meaning; `advice` what to do about it, where that of its class is too general."""
 
     id: str
     means: Meaning
@@ -134,6 +135,7 @@ class Signature:
     samples: tuple[str, ...]
     others: tuple[str, ...]
     confidence: float | None = None
+    advice: str = ""
 
     def search(self, text: str) -> re.Match[str] | None:
         if not any(needle in text for needle in self.needles):
@@ -248,6 +250,7 @@ def _signature(row: Mapping[str, object]) -> Signature:
         samples=tuple(_strings(row, "samples")),
         others=tuple(_strings(row, "others")),
         confidence=float(str(row["confidence"])) if "confidence" in row else None,
+        advice=str(row.get("advice", "")),
     )
 
 

@@ -172,7 +172,8 @@ def judge_kill(case: Case, ending: Ending) -> Verdict | None:
     the stop timeout and the kernel; then a person or another program is what is left."""
     timeline = case.timeline
     whole = timeline.complete and not timeline.suppressed and not timeline.lost_fields and not kernel_unseen(case)
-    child = next((h for h in timeline.hits if h.means is Meaning.CHILD_DIED and h.groups.get("code") == "-9"), None)
+    sent = ("-9", "-15")  # by whom, SGLang does not say; it sends its children no SIGTERM itself
+    child = next((h for h in timeline.hits if h.means is Meaning.CHILD_DIED and h.groups.get("code") in sent), None)
     if not whole or ending.result not in (ServiceResult.SIGNAL, ServiceResult.EXIT_CODE, ServiceResult.SUCCESS):
         return None
     if child:
@@ -212,12 +213,14 @@ def unknown(case: Case, ending: Ending) -> Verdict:
     """The honest answer, with what can be said."""
     words = _unknown_words(case, ending)
     seen: list[Said] = [s for s in (case.timeline.word(Word.WATCHDOG),) if s]
-    hints = [h for h in case.timeline.hits if h.means in (Meaning.CHILD_DIED, Meaning.OTHER_RANK, Meaning.OWN_KILL)][:2]
+    telling = (Meaning.CHILD_DIED, Meaning.OTHER_RANK, Meaning.OWN_KILL, Meaning.NAME_TAKEN)
+    hints = [hit for hit in case.timeline.hits if hit.means in telling][:2]
     return Verdict(
         Class.UNKNOWN,
         0.3,
         words,
         evidence=(*map(of_said, seen), *map(of_hit, hints), *ending.proofs()),
+        advice=tuple(hit.signature.advice for hit in hints if hit.signature.advice),
         ruled_out=_not_memory(case),
     )
 
@@ -238,6 +241,12 @@ def _unknown_words(case: Case, ending: Ending) -> str:
         return "One rank waited for another that did not come. The other rank's own log says why; this one does not."
     if timeline.first(Meaning.CUDA_OOM):
         return "GPU memory ran out, but the log does not tell what was being allocated then."
+    if timeline.first(Meaning.NAME_TAKEN):
+        return "No container was started: one of the same name is there already, as an earlier launch leaves it behind."
+    if ending.status == "exited/125":
+        return (
+            "The container's client failed by itself (status 125): no container was started. Its own message says why."
+        )
     if ending.own_kill():
         return (
             "A process of the server failed and SGLang then killed its own tree; the failure itself is not in this log."

@@ -1,0 +1,60 @@
+"""What a person reads of a case: it has to fit that case, not only its class."""
+
+import pytest
+
+from corpus_cases import snippets
+from journal_lines import UNIT, LaunchLog
+from sglang_watchdog.domain.failure import Diagnosis
+from sglang_watchdog.domain.failure import FailureClass as Class
+
+CRASH = "Scheduler hit an exception: Traceback (most recent call last):"
+SEGMENT = "Error while creating shared memory segment /dev/shm/nccl-vzIpS6 (size 9637888)"
+
+
+def told(name: str) -> Diagnosis:
+    return next(case for case in snippets() if case.name == name).diagnosis()
+
+
+def started() -> LaunchLog:
+    return LaunchLog().systemd(f"Started {UNIT} - SGLang.")
+
+
+def test_a_wording_may_say_itself_what_to_do() -> None:
+    answer = started().sglang(CRASH).sglang(f"RuntimeError: {SEGMENT}").diagnosis()
+    assert answer.failure is Class.SHM_OR_DISK_FULL
+    assert "--shm-size" in answer.advice[0]
+
+
+def test_that_a_card_is_busy_asks_for_more_than_its_free_memory() -> None:
+    assert "-d COMPUTE" in told("device-busy").advice[0]
+
+
+@pytest.mark.parametrize(("status", "said"), [("exited, status=1/FAILURE", False), ("killed, status=9/KILL", True)])
+def test_a_kill_is_ruled_out_only_where_there_may_have_been_one(status: str, said: bool) -> None:
+    log = started().sglang("bash: line 1: /opt/venv/bin/activate: No such file or directory")
+    answer = log.systemd(f"{UNIT}: Main process exited, code={status}").diagnosis()
+    assert answer.failure is Class.MISSING_DEPENDENCY
+    assert (Class.EXTERNAL_KILL in {ruled_out.failure for ruled_out in answer.ruled_out}) is said
+
+
+def test_a_container_s_name_that_is_taken_is_shown_with_what_to_do() -> None:
+    answer = told("container-name-is-taken")
+    assert "same name" in answer.summary
+    assert "already in use by container" in answer.evidence[0].text
+    assert "docker rm -f" in answer.advice[0]
+
+
+def test_a_client_that_failed_for_a_reason_not_known_is_told_from_a_server_that_did() -> None:
+    answer = started().systemd(f"{UNIT}: Main process exited, code=exited, status=125/n/a").diagnosis()
+    assert answer.failure is Class.UNKNOWN
+    assert "no container was started" in answer.summary
+
+
+def test_a_watcher_of_memory_is_not_called_the_kernel() -> None:
+    assert told("earlyoom").summary.startswith("A watcher of the host's memory")
+
+
+def test_draft_weights_are_told_from_their_frames_where_the_log_begins_late() -> None:
+    answer = told("draft-weights-in-a-log-that-begins-late")
+    assert "the draft model's weights" in answer.summary
+    assert answer.rollback_helps is True
