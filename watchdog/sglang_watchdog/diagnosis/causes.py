@@ -204,7 +204,7 @@ def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
         case Meaning.CHILD_DIED:
             code = hit.groups.get("code", "")
             return None if code == "-6" and _was_made_to_abort(hit, case.timeline) else _BY_CHILD.get(code)
-        case Meaning.ABORTED if _was_made_to_abort(hit, case.timeline):
+        case Meaning.ABORTED if "Aborted" in hit.text and _was_made_to_abort(hit, case.timeline):
             return None
         case Meaning.NO_PROGRESS:
             silent = _prober_followed(hit, case.timeline) or _silent_to_the_end(hit, case.timeline)
@@ -215,8 +215,8 @@ def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
 
 def _was_made_to_abort(hit: Hit, timeline: Timeline) -> bool:
     """By the end of a process that it worked with, or by the unit's own watchdog: no fault of its native code."""
-    echoes = (other for other in timeline.hits if other.means is Meaning.ECHO)
-    echoed = any(other.order < hit.order and hit.time - other.time <= _SAME_EVENT for other in echoes)
+    echoes = (other for other in timeline.hits if other.means is Meaning.ECHO and other.order < hit.order)
+    echoed = any(not other.time or hit.time - other.time <= _SAME_EVENT for other in echoes)
     watchdog = timeline.word(Word.WATCHDOG)
     return echoed or (watchdog is not None and watchdog.order < hit.order)
 

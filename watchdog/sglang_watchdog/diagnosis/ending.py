@@ -93,10 +93,32 @@ def judge_stop(ending: Ending, cause: Cause | None) -> Verdict | None:
     late = ending.timeline.word(Word.START_TIMED_OUT)
     if late and asked is not None and late.order < asked and (cause is None or cause.order > late.order):
         return start_timeout(ending, late)  # SGLang logs the SIGTERM that systemd then sends like any other
+    command = _failed_command(ending)
+    if command and asked is not None and command.order < asked and (cause is None or cause.order > command.order):
+        return _stopped_for(ending, command)
     # A server that hung before its stop is told among the stops: whether that stop timed out decides.
     if asked is not None and (cause is None or cause.order > asked or cause.failure is Class.UNRESPONSIVE):
         return _asked(ending)
     return None
+
+
+def _failed_command(ending: Ending) -> Said | None:
+    """A command beside the server that failed while nobody asked for a stop: systemd then ends the server as well."""
+    command = ending.timeline.word(Word.CONTROL_EXIT)
+    failed = command is not None and command.detail.startswith("exited/") and command.detail != "exited/0"
+    return command if failed and not ending.stopping else None
+
+
+def _stopped_for(ending: Ending, command: Said) -> Verdict:
+    return Verdict(
+        Class.UNKNOWN,
+        0.3,
+        "systemd ended the server because a command beside it failed (ExecStartPost= or another of the unit). Nobody "
+        "asked for a stop, and nothing here says that the server itself failed.",
+        evidence=(of_said(command), *((of_hit(ending.sigterm),) if ending.sigterm else ()), *ending.proofs()),
+        advice=("Look at what that command waits for, and for how long: a server that loads may need longer.",),
+        ruled_out=(RuledOut(Class.REQUESTED_STOP, "the SIGTERM is systemd's own, for the command that failed"),),
+    )
 
 
 def _asked(ending: Ending) -> Verdict:

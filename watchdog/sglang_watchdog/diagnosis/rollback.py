@@ -14,7 +14,7 @@ _DEPENDS = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.WEIGHTS_OO
 _POOLS = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.RUNTIME_CUDA_OOM})
 _SOFTWARE = frozenset({Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR, Class.SEGFAULT, Class.BAD_ARGUMENTS})
 # A refusal that names them may be of the flags alone, or of what they are for.
-_NAMES_OF_SPECULATION = ("--speculative-", "Speculative decoding")
+_NAMES_OF_SPECULATION = ("--speculative-", "peculative decoding", "speculative_")
 _UNCERTAIN = frozenset({Class.UNKNOWN, Class.UNRESPONSIVE, Class.INTERNAL_WATCHDOG_HANG})
 
 

@@ -178,7 +178,7 @@ def judge_kill(case: Case, ending: Ending) -> Verdict | None:
         return None
     if child:
         return _killed("a process of the server", (of_hit(child), *ending.proofs()), 0.6)
-    if ending.status in ("killed/9", "killed/15", "killed/2") and not ending.own_kill() and _quiet(case):
+    if ending.status in ("killed/1", "killed/2", "killed/9", "killed/15") and not ending.own_kill() and _quiet(case):
         return _killed("the server", ending.proofs(), 0.65)
     return None
 
