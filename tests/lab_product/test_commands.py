@@ -28,7 +28,7 @@ BAD_SETTINGS = 'log_level = "loud"\n\n[units."sglang.service"]\nact = "yes"\nsok
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 NO_BUS = {"DBUS_SYSTEM_BUS_ADDRESS": "unix:path=/nonexistent"}
 OF_THE_DAEMON = (("status",), ("gpus",), ("free", "sglang.service", "--dry-run"))
-OF_THE_SETTINGS = (*OF_THE_DAEMON, ("history",), ("check-config",), ("run",))
+OF_THE_SETTINGS = (("history",), ("check-config",), ("run",))
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +204,12 @@ def test_bad_settings_are_told_by_file_key_found_and_allowed(serving: InferenceH
     assert lines[0] == '/etc/bad.toml: log_level: found "loud"; allowed is one of "debug", "info", "warning", "error".'
     assert lines[1] == '/etc/bad.toml: units."sglang.service".act: found "yes"; allowed is true or false.'
     assert "did you mean soak?" in lines[2]
+
+
+@pytest.mark.parametrize("words", OF_THE_DAEMON, ids=lambda words: words[0])
+def test_bad_settings_keep_nobody_from_asking_the_daemon(serving: InferenceHost, words: tuple[str, ...]) -> None:
+    serving.host.write("/etc/bad.toml", BAD_SETTINGS)
+    assert printed(serving, *words, "--config=/etc/bad.toml")
 
 
 def test_bad_settings_do_not_keep_hand_back_from_its_work(no_daemon: InferenceHost) -> None:
