@@ -75,21 +75,16 @@ def entry_of(fields: Mapping[str, object]) -> JournalEntry:
     """An entry of its fields: text, bytes as a list of numbers, or a list of either where a field was given twice."""
     get = fields.get
     message = get("MESSAGE")
-    transport = _text(get("_TRANSPORT"))
-    common = (
-        (_number(get("__REALTIME_TIMESTAMP")) or 0) / 1e6,
-        message if type(message) is str and len(message) <= _LONGEST_MESSAGE else _message(message),
-        _text(get("__CURSOR")),
-        transport,
-        _text(get("SYSLOG_IDENTIFIER")),
-        _text(get("_COMM")),
-        _number(get("_PID")),
-    )
+    if type(message) is not str or len(message) > _LONGEST_MESSAGE:
+        message = _message(message)
+    time = (_number(get("__REALTIME_TIMESTAMP")) or 0) / 1e6
+    cursor, transport = _text(get("__CURSOR")), _text(get("_TRANSPORT"))
+    identifier, comm, pid = _text(get("SYSLOG_IDENTIFIER")), _text(get("_COMM")), _number(get("_PID"))
     if transport == "stdout" and "UNIT" not in fields and "_SYSTEMD_UNIT" in fields:  # what a process printed
-        unit = get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT")
-        return JournalEntry(*common, _text(unit), _text(get("_SYSTEMD_INVOCATION_ID")))
+        unit, invocation = get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT"), get("_SYSTEMD_INVOCATION_ID")
+        return JournalEntry(time, message, cursor, transport, identifier, comm, pid, _text(unit), _text(invocation))
     return JournalEntry(
-        *common,
+        *(time, message, cursor, transport, identifier, comm, pid),
         _text(get("UNIT") or get("USER_UNIT") or get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT")),
         _text(get("INVOCATION_ID") or get("USER_INVOCATION_ID") or get("_SYSTEMD_INVOCATION_ID")),
         _text(get("MESSAGE_ID")),

@@ -21,36 +21,36 @@ class LaunchReader:
         self._wanted = wanted.replace("-", "") if not wanted.startswith(_TEXT) else wanted
         self._unit = unit
         self._readers: dict[str, TimelineReader] = {}
-        self._dropped: list[Timeline] = []
 
-    def feed(self, entry: JournalEntry) -> None:
+    def feed(self, entry: JournalEntry) -> Timeline | None:
+        """The launch that is fed no more, where that of the entry takes its place."""
         if entry.identifier == _OURSELVES:
-            return  # `journalctl -u UNIT` shows our alerts about the unit among its own entries
-        if not entry.invocation or entry.from_kernel:
-            for reader in self._readers.values() or [self._reader("")]:
-                reader.feed(entry)
-            return
-        self._reader(entry.invocation).feed(entry)
+            return None  # `journalctl -u UNIT` shows our alerts about the unit among its own entries
+        invocation = "" if entry.from_kernel else entry.invocation
+        reader = self._readers.get(invocation)
+        if reader and invocation:
+            reader.feed(entry)
+            return None
+        if not invocation and self._readers:
+            for each in self._readers.values():
+                each.feed(entry)
+            return None
+        self._begin(invocation).feed(entry)
+        return self._give_way()
 
-    def _reader(self, invocation: str) -> TimelineReader:
+    def _begin(self, invocation: str) -> TimelineReader:
         """A reader that began without an invocation (the file begins with the kernel's lines) becomes the first one."""
-        if invocation not in self._readers:
-            nameless = self._readers.pop("", None)
-            self._readers[invocation] = nameless or TimelineReader(self._unit, invocation)
-            self._drop_old()
-        return self._readers[invocation]
+        nameless = self._readers.pop("", None)
+        reader = self._readers[invocation] = nameless or TimelineReader(self._unit, invocation)
+        return reader
 
-    def _drop_old(self) -> None:
+    def _give_way(self) -> Timeline | None:
         """The oldest gives way; before it one of another service, of which the journal of a whole host is full."""
-        if len(self._readers) > _KEPT:
-            old = [name for name in list(self._readers)[:-1] if name != self._wanted]
-            others = [name for name in old if not self._readers[name].tells_of_sglang]
-            self._dropped.append(self._readers.pop((others or old)[0]).timeline())
-
-    def taken(self) -> list[Timeline]:
-        """Launches that are too old to be fed on, since the last call, in order."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
+        if len(self._readers) <= _KEPT:
+            return None
+        old = [name for name in list(self._readers)[:-1] if name != self._wanted]
+        others = [name for name in old if not self._readers[name].tells_of_sglang]
+        return self._readers.pop((others or old)[0]).timeline()
 
     def rest(self) -> list[Timeline]:
         """The launches that are still fed, in order."""
@@ -90,7 +90,6 @@ def read_launch(entries: Iterable[JournalEntry], wanted: str = "", unit: str = "
     reader = LaunchReader(wanted, unit)
     for entry in entries:
         reader.feed(entry)
-        reader.taken()
     return reader.chosen()
 
 
@@ -98,6 +97,6 @@ def read_launches(entries: Iterable[JournalEntry], unit: str = "") -> Iterator[T
     """Every launch, each as soon as nothing more is read of it, in the order in which they began."""
     reader = LaunchReader(unit=unit)
     for entry in entries:
-        reader.feed(entry)
-        yield from reader.taken()
+        if told := reader.feed(entry):
+            yield told
     yield from reader.rest()

@@ -5,7 +5,7 @@ has the prefix. Containers and other engines put their own prefix before it.
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(
@@ -31,8 +31,7 @@ _BEFORE = re.compile(
 _MOST_BEFORE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """`rank` as printed (`DP0 TP3`), empty without one. `prefixed`: the start of a message, no continuation."""
 
     text: str

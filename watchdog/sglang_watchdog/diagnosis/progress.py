@@ -13,6 +13,7 @@ from sglang_watchdog.domain.launch import MemoryFigures, Phase, PhaseMark
 
 _MOST_MARKS = 48
 _MOST_RANKS = 256
+_NOT_SERVING_YET = (Phase.READY, Phase.UNKNOWN)
 
 
 class Worker(StrEnum):
@@ -95,19 +96,23 @@ class Progress:
 
     def served(self, rank: str, time: float) -> None:
         """A prefill or decode line. Before ready it is the warm-up's."""
-        if self.phase in (Phase.READY, Phase.UNKNOWN):
+        phase = self.phase
+        if phase in _NOT_SERVING_YET:
             self._mark(Phase.SERVING, time)
-        state = self._state(rank)
-        state.phase = self.phase
+            phase = self.phase
+        self._state(rank).phase = phase
 
     def stopping(self, time: float) -> None:
         if self.phase is not Phase.UNKNOWN:
             self._mark(Phase.STOPPING, time)
 
     def _state(self, rank: str) -> RankProgress:
-        if rank not in self.ranks and len(self.ranks) >= _MOST_RANKS:
-            return self.last
-        return self.ranks.setdefault(rank, RankProgress())
+        state = self.ranks.get(rank)
+        if state is None:
+            if len(self.ranks) >= _MOST_RANKS:
+                return self.last
+            state = self.ranks[rank] = RankProgress()
+        return state
 
     def _mark(self, phase: Phase, time: float) -> None:
         if phase is self.phase or phase is Phase.UNKNOWN or self.phase is Phase.STOPPING:

@@ -27,6 +27,7 @@ _LONG_AGO = 300.0  # seconds after which a line gives way to newer ones of its k
 _MOST_SAID = 64
 _MOST_PROCESSES = 512
 _MOST_TEXT = 2000
+_OOMD_KILL = MessageId.OOMD_KILL.value
 _KERNEL_LATE = 2.0  # seconds by which a line of the kernel may be logged after the end that it is about
 Matches = list[tuple[Signature, re.Match[str]]]
 
@@ -196,34 +197,33 @@ class TimelineReader:
 
     def feed(self, entry: JournalEntry) -> None:
         """Takes one entry in. Entries of a later start of the same unit are left out."""
-        if self._over or not self._concerns(entry) or (entry.from_kernel and self._is_another_time(entry)):
+        from_kernel = entry.from_kernel
+        if self._over or (self._is_another_time(entry) if from_kernel else not self._concerns(entry)):
             return
         self._last = entry.time or self._last
         self._began = self._began or entry.time
         if entry.message is None:
             self._lost += 1
-        elif entry.from_kernel:
+        elif from_kernel:
             self._kernel_seen = True
             self._lines += 1
             self._match(self._kernel.matches(entry.message), Line(entry.message), entry.time)
-        elif entry.from_manager or entry.message_id == MessageId.OOMD_KILL:
+        elif entry.from_manager or entry.message_id == _OOMD_KILL:
             self._lines += 1
             self._manager(entry)
         else:
             self._own_entry(entry, entry.message)
 
     def _concerns(self, entry: JournalEntry) -> bool:
-        if entry.from_kernel:
-            return True
-        if entry.message_id == MessageId.OOMD_KILL:
+        """Of an entry that is not the kernel's."""
+        if entry.message_id == _OOMD_KILL:
             return bool(self._unit and self._unit in (entry.message or ""))
         if entry.identifier == "systemd-journald":
             self._suppressed = self._suppressed or bool(self._unit and f"from {self._unit}" in (entry.message or ""))
             return False
         if entry.invocation and not self._invocation:
             self._invocation = entry.invocation
-        if entry.from_manager or not self._unit:
-            self._unit = self._unit or entry.unit
+        self._unit = self._unit or entry.unit
         return not entry.invocation or entry.invocation == self._invocation
 
     def _is_another_time(self, entry: JournalEntry) -> bool:
@@ -324,9 +324,12 @@ class TimelineReader:
             self._drained(line.text, entry.time)
 
     def _process(self, pid: int | None) -> ProcessLog:
-        if pid not in self._processes and len(self._processes) >= _MOST_PROCESSES:
-            self._processes.pop(next(iter(self._processes)))
-        return self._processes.setdefault(pid, ProcessLog(pid))
+        process = self._processes.get(pid)
+        if process is None:
+            if len(self._processes) >= _MOST_PROCESSES:
+                self._processes.pop(next(iter(self._processes)))
+            process = self._processes[pid] = ProcessLog(pid)
+        return process
 
     def _narrow(self, text: str) -> None:
         for mark in self._marks.held(text):

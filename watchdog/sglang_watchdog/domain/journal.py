@@ -46,13 +46,11 @@ class JournalEntry(NamedTuple):
     exit_status: str = ""
 
     @property
-    def from_systemd(self) -> bool:
-        return self.pid == 1 and self.transport != "kernel"
-
-    @property
     def from_manager(self) -> bool:
         """By PID 1, or by the manager of a user's own units. Its process name is journald's word, not the sender's."""
-        return self.from_systemd or (self.identifier == "systemd" and self.comm == "systemd")
+        if self.pid == 1 and self.transport != "kernel":
+            return True
+        return self.identifier == "systemd" and self.comm == "systemd"
 
     @property
     def from_kernel(self) -> bool:
