@@ -58,3 +58,24 @@ def test_draft_weights_are_told_from_their_frames_where_the_log_begins_late() ->
     answer = told("draft-weights-in-a-log-that-begins-late")
     assert "the draft model's weights" in answer.summary
     assert answer.rollback_helps is True
+
+
+def test_a_left_over_of_which_nobody_knows_the_bytes_is_named_without_them() -> None:
+    answer = told("left-over-scheduler-and-no-pool")
+    assert "some of it was held by an earlier launch of this unit (process 4150)" in answer.summary
+    assert "Found left-over process" in answer.evidence[1].text
+
+
+def test_what_the_kernel_killed_by_its_program_s_name_is_less_sure_than_by_its_pid() -> None:
+    assert told("kernel-kills-by-the-program-s-name").confidence < told("vllm-engine-killed-for-its-group").confidence
+
+
+def test_a_command_beside_the_server_that_fails_is_what_systemd_ended_it_for() -> None:
+    answer = told("start-post-gave-up")
+    assert "a command beside it failed" in answer.summary
+    assert Class.REQUESTED_STOP in {ruled_out.failure for ruled_out in answer.ruled_out}
+
+
+@pytest.mark.parametrize("name", ["autoheal", "docker-events-oom", "earlyoom"])
+def test_a_kill_by_others_is_not_called_the_server_s_own_doing(name: str) -> None:
+    assert not any("its own doing" in ruled_out.because for ruled_out in told(name).ruled_out)

@@ -30,6 +30,9 @@ _GOES_ON = 90.0  # on any rank: SGLang's crash diagnostics keep the others alive
 _SAME_EVENT = 60.0
 _SILENT = 120.0  # seconds between the last failed health check and the end
 _LAST_LINES = 3
+_TITLES = ("sglang", "sgl_", "VLLM::")  # by which engines name their processes
+_PROGRAMS = ("python", "pt_main_thread", "llama-server", "ollama")
+_KILLED_WITHIN = 15.0  # seconds in which a killed process is missed
 _CLIENT_ENDS = 15.0  # within which a container's client ends after its container
 _OTHER_RANK = 30.0  # within which the rank that failed first may be logged after one that failed because of it
 
@@ -57,6 +60,7 @@ _PLAIN: dict[Meaning, tuple[Class, float]] = {
 # A child's exit code where a signal of its own doing ended it: SIGBUS is a page of a full /dev/shm that was touched.
 _BY_CHILD = {
     "-4": (Class.SEGFAULT, 0.85),
+    "-5": (Class.SEGFAULT, 0.75),
     "-6": (Class.SEGFAULT, 0.55),
     "-7": (Class.SHM_OR_DISK_FULL, 0.7),
     "-8": (Class.SEGFAULT, 0.85),
@@ -146,6 +150,9 @@ def _went_on(cause: Cause, timeline: Timeline) -> bool:
         return True
     if cause.failure in _KILLS or cause.failure in (Class.GPU_HARDWARE_FAULT, Class.PORT_IN_USE):
         return False
+    if cause.failure is Class.MISSING_DEPENDENCY and not rank and cause.phase in (Phase.UNKNOWN, Phase.STARTING):
+        # A start script, or an import that can be done without: the server came to its weights all the same.
+        return any(mark.phase not in _EARLY and mark.time > cause.time for mark in timeline.phases)
     return any(mark.phase is Phase.READY and mark.time > cause.time for mark in timeline.phases)
 
 
@@ -193,7 +200,7 @@ def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
             return (Class.SOFTWARE_EXCEPTION, 0.75) if draft else (Class.GPU_MEMORY_HELD, 0.9)
         case Meaning.HOST_KILL | Meaning.CGROUP_KILL:
             kind = Class.HOST_OOM_KILL if hit.means is Meaning.HOST_KILL else Class.CGROUP_OOM_KILL
-            return (kind, 0.95) if _killed_ours(hit, case) else None
+            return (kind, 0.95) if _killed_ours(hit, case) else (kind, 0.8) if _died_of_it(hit, case) else None
         case Meaning.CGROUP_COUNTER:
             return (Class.CGROUP_OOM_KILL, 0.85) if _killed_by_nine(case) else None
         case Meaning.DRIVER_NO_MEMORY:
@@ -245,11 +252,23 @@ def _killed_ours(hit: Hit, case: Case) -> bool:
     recorded = {process.id.pid for process in case.launch.processes} if case.launch else set()
     if pid in recorded or pid in case.timeline.pids:
         return True
-    if comm.startswith(("sglang", "sgl_")):
+    if comm.startswith(_TITLES):
         return not recorded or _killed_by_nine(case)
     if not case.timeline.pids and not recorded:
         return _killed_by_nine(case)
     return _ended_a_container(hit, case.timeline)
+
+
+def _died_of_it(hit: Hit, case: Case) -> bool:
+    """Whether a process of the launch, whose pids nobody recorded, ended by SIGKILL right after the kernel had killed
+    one that has only the name of its program."""
+    main = case.timeline.word(Word.MAIN_EXIT)
+    by_kernel = main is not None and main.detail == "killed/9" and not case.timeline.first(Meaning.OWN_KILL)
+    ends = [main.time] if main and by_kernel else []
+    ends += [h.time for h in case.timeline.hits if h.means is Meaning.CHILD_DIED and h.groups.get("code") == "-9"]
+    of_a_program = hit.groups.get("comm", "").startswith(_PROGRAMS)
+    known = case.launch is not None or bool(_memory_group(int(hit.groups.get("pid", "0")), case.timeline))
+    return of_a_program and not known and any(0 <= end - hit.time <= _KILLED_WITHIN for end in ends)
 
 
 def _never_ran(case: Case) -> bool:
@@ -319,6 +338,7 @@ def _of_said(said: Said, case: Case) -> Cause | None:
     )
 
 
+_EARLY = (Phase.UNKNOWN, Phase.STARTING)
 _UP = (Phase.READY, Phase.SERVING, Phase.STOPPING)
 _ARGUMENT_FRAMES = ("server_args.py:", "arg_groups/", "server_args_config_parser", "argparse.py:")
 
@@ -360,11 +380,13 @@ def _is_of_other_releases(failure: Failure, case: Case) -> bool:
 
 
 def _was_the_end(raised: Raised, timeline: Timeline) -> bool:
-    """Whether an exception that nobody announced was main's own: main exits with 1 on it; in a log without systemd's
+    """Whether an exception that nobody announced was main's own: main exits on it; in a log without systemd's
     words, it is the last thing said."""
     if not timeline.said:
         return timeline.lines - raised.order <= _LAST_LINES
-    return any(said.word is Word.MAIN_EXIT and said.detail == "exited/1" for said in timeline.said)
+    # 3 is uvicorn's own status of a start that failed.
+    ends = ("exited/1", "exited/3")
+    return any(said.word is Word.MAIN_EXIT and said.detail in ends for said in timeline.said)
 
 
 def _in_speculation(frames: tuple[str, ...], worker: Worker) -> bool:

@@ -18,6 +18,7 @@ _QUOTED = frozenset(
     {Class.BAD_ARGUMENTS, Class.MISSING_DEPENDENCY, Class.PORT_IN_USE, Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR}
     | {Class.NCCL_ERROR, Class.SHM_OR_DISK_FULL, Class.HOST_MEMORY_SHORTAGE}
 )
+_KILLED_BY_OTHERS = frozenset({Class.HOST_OOM_KILL, Class.CGROUP_OOM_KILL, Class.UNRESPONSIVE})
 _LONGEST_QUOTE = 160
 _WORTH_NAMING = 1 << 30  # a bare CUDA context is half a GiB
 _GPU_ONLY = RuledOut(Class.HOST_OOM_KILL, "GPU memory ran out; the kernel's OOM killer has no part in that")
@@ -45,11 +46,12 @@ def explain(case: Case, cause: Cause, speculation: Speculation, held: Held | Non
 
 def _held(case: Case, cause: Cause, held: Held) -> Verdict:
     whose = {True: " by an earlier launch of this unit", False: "", None: ""}[held.ours]
+    amount = f"{held.gib:.1f} GiB of it were" if held.gib else "some of it was"
     name = f" ({held.who})" if held.who not in ("", "another process") else ""
     return Verdict(
         Class.GPU_MEMORY_HELD,
         held.confidence,
-        f"GPU memory ran out because {held.gib:.1f} GiB of it were held{whose or ' by another process'}{name}, "
+        f"GPU memory ran out because {amount} held{whose or ' by another process'}{name}, "
         "not because this configuration needs too much.",
         evidence=(of_cause(cause), held.evidence),
         advice=(
@@ -288,7 +290,7 @@ def _plain(cause: Cause) -> Verdict:
     if cause.failure in _QUOTED:
         quote = cause.text if len(cause.text) <= _LONGEST_QUOTE else f"{cause.text[:_LONGEST_QUOTE]}…"
         sentence += f' The log says: "{quote.strip()}".'
-    ruled_out = (_OWN_KILL,) if cause.source is Source.SGLANG else ()
+    ruled_out = (_OWN_KILL,) if cause.source is Source.SGLANG and cause.failure not in _KILLED_BY_OTHERS else ()
     return Verdict(
         cause.failure,
         cause.confidence,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.effective import argv_of, server_args_of
+from sglang_watchdog.diagnosis.manager import Word
 from sglang_watchdog.diagnosis.progress import Worker
 from sglang_watchdog.diagnosis.signatures import Meaning
 from sglang_watchdog.domain.evidence import Evidence, Source
@@ -25,6 +26,7 @@ _TOLERANCE_GIB = 1.5
 _ROUNDED = 0.02  # GiB, of figures with two digits
 _NOT_WORTH_LISTED = 4.0  # GiB; a desktop or a small neighbour holds less
 _IN_USE = re.compile(r"Process (?P<pid>\d+) has (?P<held>\d+(?:\.\d+)? [KMG]iB) memory in use")
+_SCHEDULER = re.compile(r"left-over process (\d+) \((?:sglang::schedul|sgl_)")
 NOBODY = "no visible process"
 _OURS = re.compile(
     r"Of the allocated memory (?P<used>\d+(?:\.\d+)? [KMG]iB) is allocated by PyTorch"
@@ -37,7 +39,8 @@ _CARD_BY_CHUNK = {16384: 160.0, 8192: 60.0, 4096: 35.0}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`who` for people. `ours`: left by an earlier launch of the same unit, None where that is not known."""
+    """`gib` is 0 where nothing tells how much; `who` is for people. `ours`: left by an earlier launch of the same unit,
+    None where that is not known."""
 
     gib: float
     who: str
@@ -57,6 +60,7 @@ def _proofs(case: Case, cause: Cause) -> Iterator[Held]:
     yield from _named(case, cause)
     yield from _listed(case, cause)
     if not clean:
+        yield from _left_over(case)
         yield from _short_of_total(case, cause)
         yield from _short_of_class(case)
 
@@ -149,6 +153,13 @@ def _listed(case: Case, cause: Cause) -> Iterator[Held]:
         if pid not in case.timeline.pids and gib >= _NOT_WORTH_LISTED:
             who = f"process {pid} ({hit.groups['name'].strip()})"
             yield Held(gib, who, None, Evidence(Source.SGLANG, hit.text, hit.time or None), 0.8)
+
+
+def _left_over(case: Case) -> Iterator[Held]:
+    """systemd found a scheduler of an earlier launch in the unit's group: such a process has a card."""
+    for said in case.timeline.said:
+        if said.word is Word.LEFT_OVER and (found := _SCHEDULER.search(said.text)):
+            yield Held(0.0, f"process {found[1]}", True, Evidence(Source.SYSTEMD, said.text, said.time or None), 0.7)
 
 
 def _was_no_cause(pid: int, case: Case) -> bool:

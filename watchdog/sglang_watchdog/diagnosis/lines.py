@@ -26,7 +26,8 @@ _BEFORE = re.compile(
     rf"|{_LEVEL} (?=[\w\[(])(?!    )"
     rf"|{_LEVEL}:[\w.]+:"  # Python's logging by default
     rf"|\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ |,:-]+\[?{_LEVEL}\]?[ |:-]+"
-    r"(?:[\w.]+(?::[\w.<>]+)*(?::\d+)? [-|:] ?)?"  # loguru, and logging with a time
+    r"(?:[\w.]+(?::[\w.<>]+)*(?::\d+)? [-|:] ?|(?:[a-z_]\w*\.)+[a-z_]\w*: |\d+ \[[\w ]*\.py:\d+\] )?"
+    # loguru, logging with a time, Dynamo, and logging with process and file
 )
 _MOST_BEFORE = 4
 

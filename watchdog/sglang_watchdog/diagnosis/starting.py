@@ -19,7 +19,7 @@ def judge_manager(case: Case, ending: Ending) -> Verdict | None:
     """The first rule that has its proof, in order of how near its words are to a cause."""
     rules = (
         *(_memory_result, _native_end, _could_not_execute, _could_not_prepare, _refused_unit, _start_timeout),
-        *(_client_kill, _start_limit),
+        *(_client_kill, _usage, _start_limit),
     )
     verdicts = (rule(case, ending) for rule in rules)
     return next((verdict for verdict in verdicts if verdict), None)
@@ -150,6 +150,21 @@ def _start_timeout(case: Case, ending: Ending) -> Verdict | None:
 def _client_kill(case: Case, ending: Ending) -> Verdict | None:
     said = case.timeline.word(Word.CLIENT_KILL)
     return client_kill(ending, said) if said else None
+
+
+def _usage(_case: Case, ending: Ending) -> Verdict | None:
+    """The status by which programs refuse their command line."""
+    if ending.status != "exited/2":
+        return None
+    return Verdict(
+        Class.BAD_ARGUMENTS,
+        0.6,
+        "The command ended with status 2, by which programs refuse their command line. What was refused is not in this "
+        "log.",
+        evidence=ending.proofs(),
+        advice=("Run the command of ExecStart= by hand, as the unit's user: it prints what it refuses.",),
+        phase=Phase.STARTING,
+    )
 
 
 def _start_limit(case: Case, ending: Ending) -> Verdict | None:

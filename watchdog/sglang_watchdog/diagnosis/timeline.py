@@ -231,11 +231,12 @@ class TimelineReader:
         return self._ended and entry.time > self._ended_at + _KERNEL_LATE
 
     def _forget_before(self, began: float) -> None:
-        """The launch begins: what the kernel, or oomd, said before was about others."""
+        """The launch begins: what the kernel, or oomd, said before was about others. What an earlier one left behind is
+        found by this start, before systemd says that it is made."""
         self._began = began
         for name, kept in self._hits.items():
             self._hits[name] = [hit for hit in kept if hit.time >= began]
-        self._said = [said for said in self._said if said.time >= began]
+        self._said = [said for said in self._said if said.time >= began or said.word is Word.LEFT_OVER]
 
     def _manager(self, entry: JournalEntry) -> None:
         said = manager.read(entry, self._lines)
