@@ -45,6 +45,7 @@ DECODING = (
         ("2026-03-09 22:35:06,123 - ERROR - sglang.srt.managers - hello", "", "hello"),
         ("2026-03-09 22:35:06.123 | ERROR    | sglang.srt.x:run:41 - hello", "", "hello"),
         ("2026-01-20T10:11:10.123456Z  INFO model_runner.load_model: hello", "", "hello"),
+        (" INFO model_runner.load_model: hello", "", "hello"),
         ("2026-01-20 10:11:10.123 ERROR 120984 [ TP0 scheduler.py:3190] hello", "", "hello"),
         ("2026-01-20 10:11:10.123 ERROR torch.OutOfMemoryError: hello", "", "torch.OutOfMemoryError: hello"),
         ("ERROR:sglang.srt.managers.scheduler:hello", "", "hello"),

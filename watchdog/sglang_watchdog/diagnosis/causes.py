@@ -31,7 +31,7 @@ _SAME_EVENT = 60.0
 _SILENT = 120.0  # seconds between the last failed health check and the end
 _LAST_LINES = 3
 _TITLES = ("sglang", "sgl_", "VLLM::")  # by which engines name their processes
-_PROGRAMS = ("python", "pt_main_thread", "llama-server", "ollama")
+_PROGRAMS = ("python", "pt_main_thread", "ray::", "llama-server", "ollama")
 _KILLED_WITHIN = 15.0  # seconds in which a killed process is missed
 _CLIENT_ENDS = 15.0  # within which a container's client ends after its container
 _OTHER_RANK = 30.0  # within which the rank that failed first may be logged after one that failed because of it
@@ -241,8 +241,8 @@ def _allocated_before(hit: Hit, timeline: Timeline) -> bool:
 
 
 def _killed_ours(hit: Hit, case: Case) -> bool:
-    """Whether the process that the kernel killed was the launch's: by pid, by SGLang's title, or, where the launch's
-    pids are not known, by a death from SIGKILL at that time."""
+    """Whether the process that the kernel killed, or saw crash, was the launch's: by its control group, by pid or by an
+    engine's title."""
     if _never_ran(case):
         return False
     pid, comm = int(hit.groups.get("pid", "0")), hit.groups.get("comm", "")
@@ -254,8 +254,8 @@ def _killed_ours(hit: Hit, case: Case) -> bool:
         return True
     if comm.startswith(_TITLES):
         return not recorded or _killed_by_nine(case)
-    if not case.timeline.pids and not recorded:
-        return _killed_by_nine(case)
+    if hit.means is Meaning.NATIVE_CRASH and not case.timeline.pids and not recorded:
+        return comm.startswith(_PROGRAMS) and _killed_by_nine(case)
     return _ended_a_container(hit, case.timeline)
 
 

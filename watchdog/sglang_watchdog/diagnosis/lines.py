@@ -23,7 +23,7 @@ _BEFORE = re.compile(
     r"|\d{1,4}: +(?=\[\d{4}-)"  # srun --label
     r"|\([\w.<>:-]{1,64}(?: [\w.-]{1,64})? pid=\d+(?:, ip=[\w.:]+)?\) "  # Ray, vLLM
     rf"|{_LEVEL} \d\d-\d\d \d\d:\d\d:\d\d \[[\w./]+:\d+\] ?"  # vLLM
-    rf"|{_LEVEL} (?=[\w\[(])(?!    )"
+    rf"| ?{_LEVEL} (?=[\w\[(])(?!    )(?:(?:[a-z_]\w*\.)+[a-z_]\w*: )?"
     rf"|{_LEVEL}:[\w.]+:"  # Python's logging by default
     rf"|\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ |,:-]+\[?{_LEVEL}\]?[ |:-]+"
     r"(?:[\w.]+(?::[\w.<>]+)*(?::\d+)? [-|:] ?|(?:[a-z_]\w*\.)+[a-z_]\w*: |\d+ \[[\w ]*\.py:\d+\] )?"
