@@ -86,15 +86,6 @@ def test_a_server_that_answers_200_and_gives_no_tokens_is_unresponsive_and_left_
         assert len(host.alerts(CLASS="unresponsive")) == 1
 
 
-def test_a_dead_scheduler_is_seen_where_main_stays_active(inference: Inference) -> None:
-    with inference(settings=OBSERVING, simulation=Simulation(release="0.5.9")) as host:
-        proven(host)
-        signalled(host, signal.SIGKILL, schedulers(host)[0])
-        alert = host.wait_alert(CLASS="unresponsive")
-        assert "1 of 4 is gone" in alert.message
-        assert host.state() == "active/running"
-
-
 def test_tokens_of_a_stranger_on_the_port_are_no_life_of_a_start_that_hangs(inference: Inference) -> None:
     with inference(settings=OBSERVING) as host:
         command = (PYTHON, "-c", STRANGER, str(host.sglang.port))
@@ -108,3 +99,40 @@ def test_tokens_of_a_stranger_on_the_port_are_no_life_of_a_start_that_hangs(infe
             assert "The launch loads and has said nothing" in alert.message
         finally:
             host.host.systemctl("stop", "stranger", check=False)
+
+
+# What is done about it
+
+RESTARTING = {"act": True, "soak": 0.5, "serving_budget": BUDGET_S, "restart_unresponsive": True}
+
+
+def test_a_server_whose_scheduler_is_dead_is_ended_and_serves_again_with_the_same_config(inference: Inference) -> None:
+    """Up to 0.5.9 main stays active for ever; nothing of SGLang's own is left that would have to be waited for."""
+    with inference(settings=RESTARTING, simulation=Simulation(release="0.5.9"), restart="no") as host:
+        proven(host)
+        before = schedulers(host)
+        signalled(host, signal.SIGKILL, before[0])
+        alert = host.wait_alert(CLASS="unresponsive")
+        assert "1 of 4 is gone" in alert.message
+        held = host.wait_alert(since=alert.time, ACTION="hold")
+        assert "the launch that hung was brought down" in held.message
+        host.wait_alert(since=alert.time, OUTCOME="recovered")
+        assert host.tokens(8) == 8
+        assert not set(before) & set(schedulers(host))
+        (incident,) = host.history()["incidents"]  # our own kill is no incident of its own
+        assert (incident["class"], incident["outcome"]) == ("unresponsive", "recovered")
+        assert hangs(host) == 0
+
+
+def test_an_operator_who_stops_what_hangs_is_not_gainsaid(inference: Inference) -> None:
+    """A frozen one, while SGLang's own watchdog would have its time."""
+    with inference(settings=RESTARTING, flags=("--watchdog-timeout", "8"), timeout_stop_s=2.0) as host:
+        proven(host)
+        signalled(host, signal.SIGSTOP, *schedulers(host))
+        alert = host.wait_alert(CLASS="unresponsive")
+        assert "T (stopped)" in alert.get("EVIDENCE")
+        host.stop()
+        host.wait_alert(CLASS="requested_stop")
+        wait_until(lambda: host.history()["incidents"][0]["outcome"] != "open", 20, "nothing is left open")
+        assert host.alerts(ACTION="start") == host.alerts(ACTION="hold") == []
+        assert host.state().startswith(("failed", "inactive"))

@@ -2,6 +2,7 @@
 after what it does."""
 
 import asyncio
+import itertools
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -211,6 +212,8 @@ class SimServer:
             await asyncio.sleep(deadline)
             self.world.point()
             return Generated(0, deadline, "no answer", silent=True)
+        if running is not None and self._serves:
+            self.world.say(running, "Prefill batch, #new-seq: 1, #new-token: 3, #cached-token: 0")
         return Generated(4 if self._serves else 0, 0.1)
 
     @property
@@ -359,5 +362,9 @@ def install(patch: pytest.MonkeyPatch, world: World, files: SimFiles, oracle: Or
     patch.setattr("sglang_watchdog.inquest.diagnose", diagnose(world))
     for module in ("ledger", "cards"):
         patch.setattr(f"sglang_watchdog.{module}.time", SimpleNamespace(time=world.now))
+    ticks = itertools.count(step=0.5)
+    patch.setattr(
+        "sglang_watchdog.hand_back.time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=lambda _: world.point())
+    )
     patch.setattr("sglang_watchdog.reporting.alerts.send", lambda alert: said.append(alert.message))
     patch.setattr("sglang_watchdog.proof.Server", type("Server", (SimServer,), {"world": world}))

@@ -8,7 +8,7 @@ from sglang_watchdog.domain.launch import ProcessId
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.ledger import Ledger
 from sglang_watchdog.settings import UnitSettings
-from sim_host.world import UNIT, World, config_of
+from sim_host.world import OWN_WATCHDOG_S, UNIT, Start, World, config_of
 
 DAY_S = 86400.0
 
@@ -51,12 +51,21 @@ class Oracle:
         self._may_act("KillUnit")
         self._rule(not self.paused(), "KillUnit during a pause")
         running = self._world.running
-        if running is not None:
+        if running is not None and running.serves:
+            self._may_end_what_hangs(running)
+        elif running is not None:
             self._rule(running.by == "systemd", f"KillUnit of a launch that was started by the {running.by}")
-            self._rule(not running.serves, "KillUnit of a healthy launch")
             before = [start for start in self._world.starts.values() if start.failure is not None]
             self._rule(bool(before) and before[-1].steps == running.steps, "KillUnit of a command that has not failed")
         self._own(p.id for p in self._world.processes.values() if p.group.endswith(UNIT))
+
+    def _may_end_what_hangs(self, running: Start) -> None:
+        hung = None if running.hung_since is None else self._world.loop.elapsed - running.hung_since
+        self._rule(self._settings.restart_unresponsive, "KillUnit of a launch that serves, which is not allowed")
+        long_enough = hung is not None and hung >= OWN_WATCHDOG_S
+        self._rule(long_enough, f"KillUnit of a launch that serves, or hangs for {hung} s only")
+        self._rule(not self._world.operator_stopped and not self._world.unit.job, "KillUnit of what the operator stops")
+        self.held_by_us = True
 
     def signals(self, process: ProcessId) -> None:
         self._rule(self._settings.act or self.by_hand, "a signal without act = true")

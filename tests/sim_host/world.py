@@ -23,6 +23,8 @@ GIB = 1 << 30
 CARD = 96 * GIB
 TICKS = 100
 DRAIN_S = 1.0
+FALLS_S = 2.0  # what hung and was killed, until it is gone
+OWN_WATCHDOG_S = 20  # --watchdog-timeout: before it has fired, nothing that hangs may be ended
 RELEASED = "the driver releases"
 
 
@@ -168,6 +170,7 @@ class World:
         steps = self.loaded if in_force is None else in_force
         start = Start(f"{number:032x}", steps, by, self.now(), self.process(f"{number:032x}", steps).id.pid)
         self.starts[start.invocation] = start
+        self.say(start, f"server_args=ServerArgs(watchdog_timeout={OWN_WATCHDOG_S})")
         worker = self.process(start.invocation, steps)
         self.change(
             active_state=ActiveState.ACTIVE,
@@ -335,8 +338,22 @@ class World:
     def kill_group(self) -> None:
         for process in [p for p in self.processes.values() if p.group == GROUP]:
             self.drop(process)
-        if self.running is not None:
-            self.end(self.running, FailureClass.EXTERNAL_KILL)
+        start = self.running
+        if start is not None and start.hung_since is not None:  # what is stuck takes its time to go
+            start.serves = False
+            self.change(active_state=ActiveState.DEACTIVATING, sub_state="final-sigterm", main_pid=0)
+            self.later(FALLS_S, lambda: self._fallen(start))
+        elif start is not None:
+            self.end(start, FailureClass.EXTERNAL_KILL)
+
+    def _fallen(self, start: Start) -> None:
+        if self.running is not start or self.unit.job:
+            return  # a stop that came meanwhile ends it
+        by, self._queued_start = self._queued_start, ""
+        self.unit = replace(self.unit, active_state=ActiveState.ACTIVE)
+        self.end(start, FailureClass.EXTERNAL_KILL)
+        if by:
+            self.launch(by)
 
     def reload(self) -> None:
         self.loaded, self.ours_loaded = self.on_disk, self.ours_on_disk

@@ -50,3 +50,20 @@ def test_an_inactive_unit_was_stopped_and_the_question_is_by_whom() -> None:
     down = unit(ActiveState.INACTIVE, "dead")
     assert next_move(down, FAILED, doomed=False, stopped_by_us=True) is HoldMove.HELD
     assert next_move(down, FAILED, doomed=False, stopped_by_us=False) is HoldMove.YIELD
+
+
+@pytest.mark.parametrize(
+    ("seen", "move"),
+    [
+        (unit(ActiveState.ACTIVE, "running"), HoldMove.KILL),
+        (unit(ActiveState.ACTIVE, "running", job="restart"), HoldMove.YIELD),
+        (unit(ActiveState.ACTIVE, "running", job="reload"), HoldMove.WAIT),
+        (unit(ActiveState.ACTIVE, "running", invocation=NEXT), HoldMove.YIELD),  # somebody has started it anew
+        (unit(ActiveState.DEACTIVATING, "final-sigkill"), HoldMove.WAIT),
+        (unit(ActiveState.DEACTIVATING, "stop-sigterm", job="stop"), HoldMove.YIELD),
+        (unit(ActiveState.FAILED, "failed"), HoldMove.HELD),
+        (unit(ActiveState.INACTIVE, "dead"), HoldMove.YIELD),
+    ],
+)
+def test_what_hangs_is_killed_itself_and_nobody_else(seen: UnitSnapshot, move: HoldMove) -> None:
+    assert next_move(seen, FAILED, doomed=False, stopped_by_us=False, hangs=True) is move

@@ -13,6 +13,7 @@ from sglang_watchdog.recovery.liveness import (
     Signs,
     Stage,
     hang,
+    is_not_told,
     judge,
     may_be_asked,
     own_watchdog_is_due,
@@ -127,6 +128,22 @@ def test_sglangs_own_watchdog_goes_first_where_there_is_one() -> None:
 def test_what_is_not_made_to_answer_is_not_asked(settings: dict[str, object]) -> None:
     assert may_be_asked(settings)
     assert not may_be_asked({"is_embedding": False, "disaggregation_mode": "null", "enable_memory_saver": False})
+
+
+@pytest.mark.parametrize(
+    ("phase", "settings", "told"),
+    [
+        (Phase.SERVING, {}, True),
+        (Phase.SERVING, {"decode_log_interval": 40}, True),
+        (Phase.SERVING, {"decode_log_interval": 100_000}, False),
+        (Phase.READY, {}, False),  # not even the watchdog's own request was logged
+    ],
+)
+def test_a_log_that_would_not_tell_of_tokens_makes_no_hang(
+    phase: Phase, settings: dict[str, object], told: bool
+) -> None:
+    """A full server could keep our requests waiting for longer than they wait."""
+    assert (is_not_told(phase, settings) == "") is told
 
 
 def test_a_hang_is_told_with_what_was_seen_of_it() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -342,3 +343,38 @@ def test_every_ladder_ends(
         )
         assert len(facts.starts) <= min(budget.rollbacks, budget.per_day)
     raise AssertionError("it goes on for ever")
+
+
+# A launch that hangs
+
+HANG = diagnosis(FailureClass.UNRESPONSIVE, None)
+HANGS = replace(FACTS, hangs=True, restart_unresponsive=True)
+
+
+def test_what_hangs_is_ended_and_started_with_the_same_config() -> None:
+    plan = decide(HANG, HANGS)
+    assert (plan.steps, plan.target, plan.hold) == ((Step.HOLD, Step.FREE, Step.START, Step.VERIFY), None, False)
+    assert not demotes(HANG, plan)
+
+
+def test_what_a_prober_had_killed_is_reported() -> None:
+    assert decide(HANG, replace(HANGS, hangs=False)).steps == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"restart_unresponsive": False},
+        {"act": False},
+        {"several_nodes": True},
+        {"operator_stopped": True},
+        {"paused": "paused until 18:00 UTC"},
+        {"starting": True},
+        {"own_watchdog": True},
+        {"starts": (NOW - 30, NOW - 20, NOW - 10)},
+    ],
+)
+def test_what_hangs_is_left_as_it_is_and_never_held(change: dict[str, Any]) -> None:
+    plan = decide(HANG, replace(HANGS, **change))
+    assert (plan.steps, plan.hold) == ((), False)
+    assert plan.later == ("own_watchdog" in change)

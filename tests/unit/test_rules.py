@@ -47,6 +47,7 @@ class Rules(RuleBasedStateMachine):
         drop_in=st.booleans(),
         allow_none=st.booleans(),
         proven_for=st.sampled_from([6.0, 60.0, 60.0]),
+        restart_hung=st.booleans(),
     )
     def boot(
         self,
@@ -57,6 +58,7 @@ class Rules(RuleBasedStateMachine):
         drop_in: bool,
         allow_none: bool,
         proven_for: float,
+        restart_hung: bool = True,
     ) -> None:
         self.loop = VirtualLoop()
         self.world = World(self.loop, steps=steps, fits=fits, restart_s=restart_s, drop_in=drop_in)
@@ -72,6 +74,7 @@ class Rules(RuleBasedStateMachine):
             rollbacks_per_day=4,
             allow_no_speculation=allow_none,
             serving_budget=20,
+            restart_unresponsive=restart_hung,
         )
         self.oracle = Oracle(self.world, chosen)
         self.db = sqlite3.connect(":memory:", isolation_level=None)
@@ -107,7 +110,7 @@ class Rules(RuleBasedStateMachine):
             self.world.end(self.world.running, failure)
         self.daemon.run_for(0.1)
 
-    @rule(seconds=st.sampled_from([5.0, 60.0, 60.0]))
+    @rule(seconds=st.sampled_from([5.0, 40.0, 90.0]))
     def the_server_hangs(self, seconds: float) -> None:
         """HTTP answers 200 all the while."""
         self.world.hang()

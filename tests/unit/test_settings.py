@@ -75,6 +75,7 @@ def test_every_setting_can_be_given(config: Path) -> None:
         capturing_budget = 7
         warming_budget = 8
         serving_budget = 9
+        restart_unresponsive = true
         """
     )
     settings = load(config)
@@ -87,6 +88,7 @@ def test_every_setting_can_be_given(config: Path) -> None:
     assert unit.managed_flags == {"--mem-fraction-static", "--max-total-tokens"}
     assert (unit.soak, unit.start_deadline) == (30.0, 10.5)
     assert (unit.rollbacks, unit.rollback_window, unit.rollbacks_per_day, unit.cool_down) == (1, 60.0, 2, 0.0)
+    assert unit.restart_unresponsive
     assert (unit.loading_budget, unit.capturing_budget, unit.warming_budget, unit.serving_budget) == (0, 7, 8, 9)
     assert settings.hooks.command == ("/opt/hook", "--quiet")
     assert {*settings.hooks.model_fields_set} == set(HookSettings.model_fields)

@@ -6,14 +6,17 @@ automatic restart of the daemon, 252 only once there is none any more: a daemon 
 so then nothing is handed back.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
 from sglang_watchdog import witness
-from sglang_watchdog.domain.errors import JobRefused, LedgerError, UnusableInput
+from sglang_watchdog.domain.errors import JobRefused, LedgerError, UnusableInput, WatchdogError
+from sglang_watchdog.domain.failure import FailureClass
 from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
+from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
 from sglang_watchdog.host import override, processes
 from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.host.lock import only_one
@@ -24,6 +27,8 @@ from sglang_watchdog.settings import Settings
 
 SERVICE = "sglang-watchdog.service"
 REBOOTED = "The host was rebooted in the middle"
+# systemd hears of a death at once; what held a card takes some seconds to end.
+_NOTICED_S, _FALLS_S, _LOOK_S = 2.0, 10.0, 0.05
 Tell = Callable[[Incident], None]
 log = structlog.get_logger()
 
@@ -82,7 +87,7 @@ def hand_back(
     if of_earlier_boot(incident, ledger):
         closed = ledger.close_incident(incident, Outcome.YIELDED, f"{REBOOTED}, so that nothing is owed any more.")
     else:
-        reason = _started(incident.unit, ledger, systemd, theirs=theirs)
+        reason = _started(incident.unit, ledger, systemd, theirs=theirs, killed=killed_in(incident))
         closed = ledger.close_incident(incident, Outcome.YIELDED, f"Handed back: {reason}.")
     alerts.send(alerts.closed(closed))
     tell(closed)
@@ -96,7 +101,7 @@ def of_earlier_boot(incident: Incident, ledger: Ledger) -> bool:
     return launch is not None and launch.boot_id not in ("", processes.boot_id())
 
 
-def _started(unit: str, ledger: Ledger, systemd: Systemd, *, theirs: bool) -> str:
+def _started(unit: str, ledger: Ledger, systemd: Systemd, *, theirs: bool, killed: str) -> str:
     """Starts it where it is down, and says so. A file of ours that cannot be taken away costs no start."""
     try:
         undo_unloaded(systemd, ledger, unit, ledger.path.parent / override.FOLDER)
@@ -104,15 +109,23 @@ def _started(unit: str, ledger: Ledger, systemd: Systemd, *, theirs: bool) -> st
         log.error("what was not loaded could not be taken away", unit=unit, error=str(error))
     if theirs or witness.saw_a_stop(systemd, ledger, systemd.snapshot(unit)):
         return "the operator acted on it meanwhile"
-    started = start_if_down(systemd, unit)
+    started = start_if_down(systemd, unit, killed)
+    now = systemd.snapshot(unit)
+    if not started and killed == now.invocation and now.active_state is ActiveState.DEACTIVATING and not now.job:
+        raise WatchdogError(f"{unit} was brought down and does not end: it is owed a start once it has")
     return "started, because the watchdog ended in the middle" if started else "it runs already"
 
 
-def start_if_down(systemd: Systemd, unit: str) -> bool:
+def killed_in(incident: Incident) -> str:
+    """The launch that a recovery of it ends while it runs; empty where none is."""
+    return incident.invocation if incident.failure is FailureClass.UNRESPONSIVE else ""
+
+
+def start_if_down(systemd: Systemd, unit: str, killed: str = "") -> bool:
     """Starts a unit that is down with no job queued. A queued job is the operator's, and is left alone; so is a host
-    that shuts down, which refuses every start."""
+    that shuts down, which refuses every start. `killed`: a launch of it that we may just have killed."""
     systemd.ref(unit)  # one that is not enabled is forgotten between two calls otherwise
-    snapshot = systemd.snapshot(unit)
+    snapshot = settled(systemd, unit, killed)
     if not snapshot.ended or snapshot.job:
         return False
     try:
@@ -122,3 +135,15 @@ def start_if_down(systemd: Systemd, unit: str) -> bool:
         log.info("no start", unit=unit, error=str(error))
         return False
     return True
+
+
+def settled(systemd: Systemd, unit: str, killed: str) -> UnitSnapshot:
+    """The unit, once that launch is down, if it was killed, or when that takes too long."""
+    begun = time.monotonic()
+    while True:
+        snapshot, waited = systemd.snapshot(unit), time.monotonic() - begun
+        if not killed or snapshot.invocation != killed or snapshot.ended or snapshot.job:
+            return snapshot
+        if waited >= (_FALLS_S if snapshot.active_state is ActiveState.DEACTIVATING else _NOTICED_S):
+            return snapshot
+        time.sleep(_LOOK_S)

@@ -14,7 +14,7 @@ from sglang_watchdog.inquest import Inquest
 from sglang_watchdog.liveness import Liveness
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
-from sglang_watchdog.recovery.liveness import Life, hang
+from sglang_watchdog.recovery.liveness import Life, hang, own_watchdog_is_due
 from sglang_watchdog.reporting import alerts
 
 log = structlog.get_logger()
@@ -33,16 +33,22 @@ class Hangs:
     async def see(self, launch: LaunchWatch, snapshot: UnitSnapshot, liveness: Liveness) -> None:
         """After each look at a launch that runs."""
         judgement = liveness.judgement
-        if judgement.life is Life.HUNG and not self._told:
-            self._told = True
-            self._parts.metrics.unresponsive.labels(self._unit).set(1)
-            log.warning("a launch hangs", unit=self._unit, invocation=launch.invocation, why=judgement.sentence)
-            seen = await self._look_closer(launch, snapshot)
-            known = self._inquest.diagnose(launch, snapshot)
-            await self._incidents.hung(launch, hang(judgement, liveness.signs, seen, known))
-        elif judgement.life is Life.LIVE and self._told:
+        if judgement.life is Life.LIVE and self._told:
             alerts.send(alerts.responsive_again(self._unit, launch.invocation, "it makes progress again"))
-            self.over()
+            self.over("It makes progress again.")
+        if judgement.life is not Life.HUNG:
+            return
+        own_watchdog = own_watchdog_is_due(judgement, liveness.signs, launch.server_args)
+        liveness.ask_again()  # before anything is done about it
+        if self._told:
+            await self._incidents.still_hangs(launch, own_watchdog=own_watchdog)
+            return
+        self._told = True
+        self._parts.metrics.unresponsive.labels(self._unit).set(1)
+        log.warning("a launch hangs", unit=self._unit, invocation=launch.invocation, why=judgement.sentence)
+        seen = await self._look_closer(launch, snapshot)
+        diagnosis = hang(judgement, liveness.signs, seen, self._inquest.diagnose(launch, snapshot))
+        self._incidents.hung(launch, snapshot, diagnosis, own_watchdog=own_watchdog)
 
     async def _look_closer(self, launch: LaunchWatch, snapshot: UnitSnapshot) -> tuple[Evidence, ...]:
         now = self._parts.clock.now()
@@ -52,6 +58,8 @@ class Hangs:
         stacked = await stacks.save(groups, python, self._parts.state_dir / stacks.FOLDER, name, now)
         return (*stacks.states(groups, now), *stacked)
 
-    def over(self) -> None:
+    def over(self, how: str) -> None:
+        """What is reported anew, should it hang again."""
         self._told = False
         self._parts.metrics.unresponsive.labels(self._unit).set(0)
+        self._incidents.hang_is_over(how)

@@ -21,8 +21,16 @@ from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
 from sglang_watchdog.domain.launch import Phase
 from sglang_watchdog.domain.secrets import redact_argv
 from sglang_watchdog.domain.speculation import SpeculationConfig
-from sglang_watchdog.domain.unit import UnitSnapshot
-from sglang_watchdog.hand_back import REBOOTED, hand_back, of_earlier_boot, owes_a_start, start_if_down
+from sglang_watchdog.domain.unit import ActiveState, UnitSnapshot
+from sglang_watchdog.hand_back import (
+    REBOOTED,
+    hand_back,
+    killed_in,
+    of_earlier_boot,
+    owes_a_start,
+    settled,
+    start_if_down,
+)
 from sglang_watchdog.host import processes
 from sglang_watchdog.host.server import address_of
 from sglang_watchdog.inquest import Inquest
@@ -31,6 +39,7 @@ from sglang_watchdog.overriding import Overriding
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.pausing import Pausing
 from sglang_watchdog.recovery.executor import Executor, GivenUp, OwnJobs, StepFailed, Task, Yielded
+from sglang_watchdog.recovery.policy import Plan
 from sglang_watchdog.reporting import alerts
 from sglang_watchdog.reporting.hooks import Event
 from sglang_watchdog.reporting.metrics import Sense
@@ -66,6 +75,14 @@ class Failed:
     gpu_before: GpuReading | None
 
 
+@dataclass(frozen=True, slots=True)
+class Hanging:
+    """A hang that was reported and is not decided yet."""
+
+    incident: Incident
+    diagnosis: Diagnosis
+
+
 class Incidents:
     """Of one unit. `progress` is called while something long goes on."""
 
@@ -90,6 +107,7 @@ class Incidents:
         self.jobs = OwnJobs()
         self._executor = Executor(unit, parts.systemd, parts.ledger, parts.metrics, self.jobs, pausing, progress)
         self.verifying: Verification | None = None
+        self._hanging: Hanging | None = None
         self._unwritten: dict[str, Incident] = {}  # over, and still open in a ledger that could not be written
 
     # What an earlier daemon left
@@ -114,6 +132,8 @@ class Incidents:
         elif not snapshot.ended:
             if Step.START in begun:
                 self._await_tokens(incident)
+            elif same and incident.failure is FailureClass.UNRESPONSIVE:
+                await self._resume_hang(incident)
             else:
                 self._close(incident, Outcome.YIELDED, "The unit was started while the watchdog was away.")
         elif Step.START in begun and not same and (snapshot.invocation or _came_through(intents)):
@@ -123,6 +143,15 @@ class Incidents:
             self._close(incident, Outcome.REPORTED, "The watchdog ended in the middle; nothing was held.")
         else:
             await self._take_up(incident, snapshot)
+
+    async def _resume_hang(self, incident: Incident) -> None:
+        """What was killed is gone in a moment, or on its way. What goes on was not, and may be alive by now: it is
+        looked at anew."""
+        snapshot = settled(self._parts.systemd, self._unit, incident.invocation)
+        if snapshot.ended or snapshot.active_state is ActiveState.DEACTIVATING:
+            await self._take_up(incident, snapshot)
+        else:
+            self._close(incident, Outcome.REPORTED, "The watchdog ended before it brought down what hung.")
 
     def _after_reboot(self, incident: Incident, snapshot: UnitSnapshot) -> None:
         """Nothing is held any more, and what runs is what systemd started at boot, with an override where one lay there
@@ -140,6 +169,8 @@ class Incidents:
             self._parts.ledger.forget_end(incident.invocation)
 
     async def _take_up(self, incident: Incident, snapshot: UnitSnapshot) -> None:
+        if incident.failure is FailureClass.UNRESPONSIVE:
+            self._executor.brought_down.add(incident.invocation)
         launch = self._parts.ledger.launch(incident.invocation)
         may_act = self._settings.act and self._parts.may_act and not self._pausing.active
         if launch is None or not may_act or witness.saw_a_stop(self._parts.systemd, self._parts.ledger, snapshot):
@@ -173,23 +204,58 @@ class Incidents:
         self._inquest.learn_known_good(launch, diagnosis, plan)
         incident = self._parts.ledger.plan_incident(incident, plan.steps, plan.target, plan.reason)
         if not plan.steps:
-            if plan.by_hand:
-                alerts.send(alerts.action(incident, "plan", plan.reason))
-            self._close(incident, Outcome.REPORTED, plan.reason)
+            self._leave(incident, plan)
             return
         self._parts.hooks.tell(Event.OPENED, incident)
         await self._recover(incident, Failed(launch.argv, launch.restarts, launch.gpu_before))
 
-    async def hung(self, launch: LaunchWatch, diagnosis: Diagnosis) -> None:
-        """Reports a launch that runs and makes no progress."""
+    # A launch that hangs
+
+    def hung(self, launch: LaunchWatch, snapshot: UnitSnapshot, diagnosis: Diagnosis, *, own_watchdog: bool) -> None:
+        """Reports a launch that runs and makes no progress. If anything is to be done about it, that is for the next
+        look, which may find it alive. `own_watchdog`: SGLang's own may still end it."""
+        self.jobs.forget()
         self._parts.metrics.failures.labels(self._unit, diagnosis.failure).inc()
         incident = self._recorded(launch, diagnosis)
-        id_ = incident.id if incident else ""
-        alerts.send(alerts.unresponsive(self._unit, launch.invocation, diagnosis, id_))
+        known_by = incident.id if incident else ""
+        alerts.send(alerts.unresponsive(self._unit, launch.invocation, diagnosis, known_by))
         if incident is None:
             return
         self._verified(Outcome.FAILED, "What was started makes no progress.")
-        self._close(incident, Outcome.REPORTED, "It is left as it is.")
+        plan = self._inquest.plan_of_hang(launch, snapshot, diagnosis, own_watchdog=own_watchdog)
+        if plan.steps or plan.later:
+            self._hanging = Hanging(incident, diagnosis)
+        else:
+            self._leave(incident, plan)
+
+    async def still_hangs(self, launch: LaunchWatch, *, own_watchdog: bool) -> None:
+        """It was reported, and was asked once more since."""
+        snapshot, hanging = self._parts.systemd.snapshot(self._unit), self._hanging
+        if hanging is None or snapshot.ended or snapshot.invocation != launch.invocation:
+            return
+        plan = self._inquest.plan_of_hang(launch, snapshot, hanging.diagnosis, own_watchdog=own_watchdog)
+        if self.jobs.foreign or snapshot.job:
+            self._hanging = None
+            self._close(hanging.incident, Outcome.YIELDED, "Somebody queued a job on the unit: the operator wins.")
+        elif not plan.later:
+            incident = self._parts.ledger.plan_incident(hanging.incident, plan.steps, plan.target, plan.reason)
+            self._hanging = None
+            if not plan.steps:
+                self._leave(incident, plan)
+                return
+            self._parts.hooks.tell(Event.OPENED, incident)
+            await self._recover(incident, Failed(launch.argv, launch.restarts, launch.gpu_before), hangs=True)
+
+    def hang_is_over(self, how: str) -> None:
+        """It goes on, or has ended, and nothing was done about it."""
+        if self._hanging is not None:
+            hanging, self._hanging = self._hanging, None
+            self._close(hanging.incident, Outcome.REPORTED, how)
+
+    def _leave(self, incident: Incident, plan: Plan) -> None:
+        if plan.by_hand:
+            alerts.send(alerts.action(incident, "plan", plan.reason))
+        self._close(incident, Outcome.REPORTED, plan.reason)
 
     def _recorded(self, launch: LaunchWatch, diagnosis: Diagnosis) -> Incident | None:
         """The incident of an end, in the ledger; None where that cannot be written, and then nothing is done."""
@@ -240,7 +306,13 @@ class Incidents:
         return incident.id
 
     async def _recover(
-        self, incident: Incident, failed: Failed, *, stopped_by_us: bool = False, by_hand: bool = False
+        self,
+        incident: Incident,
+        failed: Failed,
+        *,
+        stopped_by_us: bool = False,
+        by_hand: bool = False,
+        hangs: bool = False,
     ) -> None:
         alerts.send(alerts.action(incident, "plan", incident.reason))
         task = Task(
@@ -252,6 +324,7 @@ class Incidents:
             changed=self._overriding.change_since(self._parts.systemd.snapshot(self._unit)),
             stopped_by_us=stopped_by_us,
             by_hand=by_hand,
+            hangs=hangs,
         )
         try:
             await self._executor.execute(task)
@@ -280,7 +353,8 @@ class Incidents:
     def _handed_back(self, incident: Incident) -> str:
         """A unit that we had stopped is given the start that systemd would have given it, before we keep away."""
         owed = self._executor.stopped and owes_a_start(self._parts.ledger.intents(incident.id))
-        started = owed and not self._is_theirs() and start_if_down(self._parts.systemd, self._unit)
+        killed = killed_in(incident)
+        started = owed and not self._is_theirs() and start_if_down(self._parts.systemd, self._unit, killed)
         return "it was held, and is started before it is left alone" if started else "it is left as it is"
 
     def _is_theirs(self) -> bool:
@@ -298,7 +372,7 @@ class Incidents:
         except (LedgerError, UnusableInput) as also:
             log.error("what was not loaded could not be taken away", unit=self._unit, error=str(also))
         owed = self._executor.stopped and not self._is_theirs()
-        started = owed and start_if_down(self._parts.systemd, self._unit)
+        started = owed and start_if_down(self._parts.systemd, self._unit, killed_in(incident))
         what = "the unit was held, and is started" if started else "the unit is left as it is"
         self._close(incident, Outcome.FAILED, f"{error}; {what}, and a human has to look.")
 

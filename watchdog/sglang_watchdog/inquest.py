@@ -206,6 +206,30 @@ class Inquest:
             ),
         )
 
+    def plan_of_hang(
+        self, launch: LaunchWatch, snapshot: UnitSnapshot, diagnosis: Diagnosis, *, own_watchdog: bool
+    ) -> Plan:
+        """For a launch that runs and hangs. The cards are not read: it may hang in their driver."""
+        ledger, now = self._parts.ledger, self._parts.clock.now()
+        return decide(
+            diagnosis,
+            Facts(
+                now=now,
+                act=self._settings.act and self._parts.may_act,
+                running=launch.config,
+                starts=tuple(ledger.starts(self._unit, now - max(DAY_S, self._settings.rollback_window))),
+                proven=ledger.last_proof(self._unit),
+                budget=_budget(self._settings),
+                paused=self._pausing.in_words(),
+                several_nodes=launch.several_nodes or self._settings.several_nodes,
+                operator_stopped=witness.saw_a_stop(self._parts.systemd, ledger, snapshot),
+                hangs=True,
+                restart_unresponsive=self._settings.restart_unresponsive,
+                starting=snapshot.active_state is not ActiveState.ACTIVE,
+                own_watchdog=own_watchdog,
+            ),
+        )
+
     def base(self, launch: LaunchWatch) -> str:
         return self.base_of(launch.argv, launch.files)
 

@@ -14,7 +14,17 @@ from sglang_watchdog.host import processes
 from sglang_watchdog.host.clock import Clock
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.proof import PROBE_DEADLINE_S, Answer, Proof
-from sglang_watchdog.recovery.liveness import Budgets, Judgement, Life, Signs, Stage, judge, may_be_asked, stage_of
+from sglang_watchdog.recovery.liveness import (
+    Budgets,
+    Judgement,
+    Life,
+    Signs,
+    Stage,
+    is_not_told,
+    judge,
+    may_be_asked,
+    stage_of,
+)
 from sglang_watchdog.settings import UnitSettings
 
 _ASK_EVERY_S = 60.0
@@ -43,6 +53,10 @@ class Liveness:
     def every(self) -> float:
         """Seconds between two requests, and two looks at the most."""
         return min(_ASK_EVERY_S, self._budgets.serving / _OF_A_BUDGET) if self._budgets.serving else _ASK_EVERY_S
+
+    def ask_again(self) -> None:
+        """At the next look, whether it is due by then or not."""
+        self._ask_at = 0.0
 
     async def look(self, launch: LaunchWatch, snapshot: UnitSnapshot, proof: Proof | None, *, heard: bool) -> Judgement:
         """`heard`: the journal could be read just now."""
@@ -90,7 +104,7 @@ class Liveness:
     async def _see_tokens(
         self, launch: LaunchWatch, snapshot: UnitSnapshot, proof: Proof, groups: tuple[str, ...]
     ) -> None:
-        if proof.serving and not self.signs.served:
+        if launch.served and not self.signs.served:  # by this daemon just now, or by an earlier one
             self.signs = replace(self.signs, served=True)
             self._generated(self.signs.now)
         quiet = self.signs.now - max(self.signs.since, self.signs.tokens)
@@ -99,7 +113,7 @@ class Liveness:
         if not self.signs.served or quiet < self.every or self.signs.now < self._ask_at:
             return
         self._ask_at = self.signs.now + self.every
-        mute = may_be_asked(launch.server_args) or proof.roundabout
+        mute = may_be_asked(launch.server_args) or is_not_told(launch.phase, launch.server_args) or proof.roundabout
         if mute:
             self.signs = replace(self.signs, mute=mute)
             return

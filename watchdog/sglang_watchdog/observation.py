@@ -47,6 +47,7 @@ class LaunchWatch:
         self.gpu_before: GpuReading | None = known.gpu_before if known else None
         self.held_before: tuple[HeldMemory, ...] = known.held_before if known else ()
         self.cuda = known.cuda if known else None
+        self.served = known is not None and known.served
         self.ask_engine_at = 0.0  # Unix seconds
         self.ended: float | None = None
         self.surprise_told = False
@@ -176,6 +177,7 @@ class LaunchWatch:
             cuda=self.cuda,
             gpu_before=self.gpu_before,
             held_before=self.held_before,
+            served=self.served,
             ended=self.ended,
         )
 

@@ -247,6 +247,12 @@ class UnitSettings(_Table):
         _SECONDS_OR_NONE,
         "seconds",
     )
+    restart_unresponsive: bool = _setting(
+        False,
+        "With `act = true`: what hangs is killed and started again with the same config, within the budgets of "
+        "rollbacks. A server only once SGLang's own watchdog has had its time.",
+        _TRUE_OR_FALSE,
+    )
 
 
 class Settings(_Table):

@@ -175,7 +175,9 @@ class UnitWatcher:
         await self.inquest.identify(launch)
         self._tell_ceiling(launch)
         await self._prove(launch, snapshot)
+        self._progress()  # each of these may wait for a server that does not answer
         await self.liveness.look(launch, snapshot, self.proof, heard=heard)
+        self._progress()
         await self.hangs.see(launch, snapshot, self.liveness)
 
     async def _follow_operator(self, snapshot: UnitSnapshot) -> None:
@@ -198,6 +200,7 @@ class UnitWatcher:
         if since is None:
             return False
         alerts.send(alerts.pause(self.unit, "resume", "the pause is over"))
+        self.hangs.over("The pause is over.")
         self._parts.ledger_was_written()
         last = next(iter(self._parts.ledger.incidents(self.unit, 1)), None)
         still = last is not None and last.invocation == snapshot.invocation and last.opened >= since
@@ -275,6 +278,7 @@ class UnitWatcher:
 
     def _serving(self, launch: LaunchWatch, snapshot: UnitSnapshot, proof: Proof) -> None:
         proof.served(self._parts.clock.monotonic(), self._parts.clock.now())
+        launch.served = True
         self.incidents.served(launch)
         self._parts.metrics.runs(self.unit, launch.config)
         log.info("serving", unit=self.unit, invocation=launch.invocation, config=launch.config.describe())
@@ -330,7 +334,7 @@ class UnitWatcher:
         self.incidents.jobs.forget()  # the job that ended it, if one did, is history
         launch.ended = self._parts.clock.now()
         self._set_degraded(False)
-        self.hangs.over()
+        self.hangs.over("It ended.")
         self._parts.metrics.runs(self.unit, None)
         await self.inquest.identify(launch)
         self._tell_ceiling(launch)  # what dies at once is seen by its end alone

@@ -115,6 +115,7 @@ class Launch:
     cuda: Mapping[str, str] | None = None  # of the main process's environment, where that could be read
     gpu_before: GpuReading | None = None  # without what the launch itself held by then
     held_before: tuple[HeldMemory, ...] = ()
+    served: bool = False  # tokens came from it, for a request of the watchdog's
     ended: float | None = None
 
     @property

@@ -25,6 +25,9 @@ from sglang_watchdog.reporting import alerts
 from sglang_watchdog.reporting.metrics import Metrics
 
 HOLD_DEADLINE_S = 30.0
+# What hangs may be stuck in the driver, and then outlives its SIGKILL: systemd gives it up after two of these.
+_STOP_TIMEOUTS, _STOP_TIMEOUT_S, _LONGEST_STOP_TIMEOUT_S = 2, 90.0, 300.0
+_KILL_AGAIN_S = 5.0
 _POLL_S = 0.05
 # A witness leaves with our own stop, within milliseconds; longer than that the hold does not wait to call it again.
 _WITNESS_LEAVES_S = 2.0
@@ -78,7 +81,7 @@ class Task:
     """What one recovery works on. `doomed(snapshot)`: systemd's automatic restart runs again what has just failed.
     `changed(snapshot)`: what the operator did to the unit's definition since, in words; empty where nothing was.
     `stopped_by_us`: an earlier daemon had begun to hold the unit. `by_hand`: a person asked for it, so that a launch
-    that runs is restarted."""
+    that runs is restarted. `hangs`: the launch runs, and is to be ended."""
 
     incident: Incident
     doomed: Callable[[UnitSnapshot], bool]
@@ -88,6 +91,7 @@ class Task:
     changed: Callable[[UnitSnapshot], str]
     stopped_by_us: bool = False
     by_hand: bool = False
+    hangs: bool = False
 
 
 class Executor:
@@ -197,13 +201,15 @@ class Executor:
 
     async def _hold(self, task: Task) -> str:
         now = asyncio.get_running_loop().time
-        deadline, witness_by = now() + HOLD_DEADLINE_S, 0.0
+        allowed = _hold_deadline(self._systemd.snapshot(self._unit)) if task.hangs else HOLD_DEADLINE_S
+        deadline, witness_by, kill_at = now() + allowed, 0.0, 0.0
         done = ""
         stopped = task.stopped_by_us
         while True:
             self._progress()
             snapshot = self._systemd.snapshot(self._unit)
-            match next_move(snapshot, task.incident.invocation, doomed=task.doomed(snapshot), stopped_by_us=stopped):
+            doomed = task.doomed(snapshot)
+            match next_move(snapshot, task.incident.invocation, doomed=doomed, stopped_by_us=stopped, hangs=task.hangs):
                 case HoldMove.HELD:
                     if witness.saw_a_stop(self._systemd, self._ledger, snapshot):
                         raise Yielded("the unit was stopped by another hand than ours")
@@ -214,14 +220,15 @@ class Executor:
                 case HoldMove.YIELD:
                     raise Yielded(f"the unit is {_in_words(snapshot)} by another hand than ours")
                 case HoldMove.STOP:
-                    done = self._stop() or done
-                    stopped = stopped or bool(done)
-                case HoldMove.KILL:
-                    done = self._bring_down(snapshot)
-                case HoldMove.WAIT:
-                    pass
+                    held = self._stop()
+                    stopped = stopped or bool(held)
+                    done = "; ".join(filter(None, (done, held)))
+                case HoldMove.KILL if snapshot.invocation not in self.brought_down or now() >= kill_at:
+                    done, kill_at = self._bring_down(snapshot, task), now() + _KILL_AGAIN_S
+                case HoldMove.KILL | HoldMove.WAIT:
+                    pass  # systemd hears of a death a moment later
             if now() > deadline:
-                raise StepFailed(f"the unit could not be held within {HOLD_DEADLINE_S:.0f} s")
+                raise StepFailed(f"the unit could not be held within {allowed:.0f} s")
             await asyncio.sleep(_POLL_S)
 
     def _stop(self) -> str:
@@ -236,7 +243,7 @@ class Executor:
         self.stopped = True
         return "the automatic restart is held"
 
-    def _bring_down(self, snapshot: UnitSnapshot) -> str:
+    def _bring_down(self, snapshot: UnitSnapshot, task: Task) -> str:
         self.brought_down.add(snapshot.invocation)
         self.stopped = True
         try:
@@ -244,6 +251,8 @@ class Executor:
             self._systemd.kill(self._unit, signal.SIGKILL, whole_group=snapshot.stop_ends_all)
         except BusError as error:
             log.info("nothing left to bring down", unit=self._unit, error=str(error))
+        if snapshot.invocation == task.incident.invocation:
+            return "the launch that hung was brought down"
         return "a launch with the config that had just failed was brought down"
 
     def _restart(self) -> str:
@@ -265,6 +274,11 @@ class Executor:
         except JobRefused as error:
             raise Yielded(f"the start was refused, because somebody else's job is queued: {error}") from error
         return "the unit is started"
+
+
+def _hold_deadline(snapshot: UnitSnapshot) -> float:
+    timeout = _STOP_TIMEOUT_S if snapshot.stop_timeout is None else snapshot.stop_timeout
+    return HOLD_DEADLINE_S + _STOP_TIMEOUTS * min(timeout, _LONGEST_STOP_TIMEOUT_S)
 
 
 def _in_words(snapshot: UnitSnapshot) -> str:

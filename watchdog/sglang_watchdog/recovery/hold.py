@@ -16,14 +16,17 @@ class HoldMove(StrEnum):
 
     HELD = "held"  # it is down and nothing will start it
     STOP = "stop"  # in auto-restart: a stop ends that at once, no process is involved
-    KILL = "kill"  # systemd started again what had just failed: bring it down
+    KILL = "kill"  # systemd started again what had just failed, or it hangs: bring it down
     WAIT = "wait"  # on its way down, or systemd's restart job is about to run
     YIELD = "yield"  # the operator's business
 
 
-def next_move(unit: UnitSnapshot, failed_invocation: str, *, doomed: bool, stopped_by_us: bool) -> HoldMove:
-    """`failed_invocation` is the launch that was diagnosed; `doomed`: systemd's own automatic restart runs the same
-    command again. A unit that failed is not `inactive` by itself: somebody stopped it, and `stopped_by_us` says who."""
+def next_move(
+    unit: UnitSnapshot, failed_invocation: str, *, doomed: bool, stopped_by_us: bool, hangs: bool = False
+) -> HoldMove:
+    """`failed_invocation` is the launch that was diagnosed, which runs if it `hangs`; `doomed`: systemd's own automatic
+    restart runs the same command again. A unit that failed is not `inactive` by itself: somebody stopped it, and
+    `stopped_by_us` says who."""
     if unit.in_auto_restart:
         return HoldMove.WAIT if unit.job else HoldMove.STOP
     match unit.active_state:
@@ -40,7 +43,7 @@ def next_move(unit: UnitSnapshot, failed_invocation: str, *, doomed: bool, stopp
             if unit.job_type in _THEIR_JOBS:
                 return HoldMove.YIELD
             if unit.invocation == failed_invocation:
-                return HoldMove.WAIT
+                return HoldMove.KILL if hangs and not unit.job else HoldMove.WAIT
             return HoldMove.KILL if doomed else HoldMove.YIELD
         case _:
             return HoldMove.YIELD

@@ -21,6 +21,7 @@ _OWN_WATCHDOG_S = 300.0  # SGLang's default for --watchdog-timeout
 # It looks every half of its time, so it fires after one to one and a half of it, and then rests for 5 s.
 _OWN_WATCHDOG_FIRES = 1.5
 _OWN_WATCHDOG_RESTS_S = 10.0
+_RAREST_DECODE_LINE = 1000  # steps: a minute or so of a slow model; SGLang's default is 40
 
 
 class Stage(StrEnum):
@@ -171,6 +172,17 @@ def may_be_asked(server_args: Mapping[str, object]) -> str:
         return "it does half of the work of a disaggregated server"
     if server_args.get("enable_memory_saver"):
         return "its memory can be taken away from it for a while (--enable-memory-saver), and a request then ends it"
+    return ""
+
+
+def is_not_told(phase: Phase, server_args: Mapping[str, object]) -> str:
+    """Why the log of a server would not show that it generates; empty where it does. Then a request that waits behind
+    many others looks like one that is never answered."""
+    if phase is Phase.READY:  # our own first request would have been told as well
+        return "its log tells nothing of requests"
+    interval = server_args.get("decode_log_interval")
+    if isinstance(interval, int) and interval > _RAREST_DECODE_LINE:
+        return f"it logs a decode line only every {interval} steps"
     return ""
 
 

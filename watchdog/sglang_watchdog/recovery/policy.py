@@ -26,6 +26,7 @@ class Remedy(StrEnum):
     FREE = "free"  # end proven left-overs, start nothing
     FREE_AND_RETRY = "free_and_retry"  # something was in the way: end what is ours, try the same config once
     ROLL_BACK = "roll_back"  # where less or other speculation helps
+    RESTART = "restart"  # of what hangs: end it, start the same config; what has ended by itself is reported
 
 
 REMEDY = {
@@ -52,7 +53,7 @@ REMEDY = {
     FailureClass.GPU_HARDWARE_FAULT: Remedy.REPORT,
     FailureClass.NCCL_ERROR: Remedy.REPORT,
     FailureClass.INTERNAL_WATCHDOG_HANG: Remedy.REPORT,
-    FailureClass.UNRESPONSIVE: Remedy.REPORT,
+    FailureClass.UNRESPONSIVE: Remedy.RESTART,
     FailureClass.PORT_IN_USE: Remedy.FREE_AND_RETRY,  # a left-over that serves on has the port as well
     FailureClass.UNKNOWN: Remedy.REPORT,
 }
@@ -111,22 +112,27 @@ class Facts:
     out_of_reach: str = ""  # such ones that only a person can end, in words
     override_obstacle: str = ""  # why no config can be put in force (a shell script, no visible flags)
     allow_no_speculation: bool = False
+    hangs: bool = False  # the launch runs, and makes no progress
+    restart_unresponsive: bool = False
+    starting: bool = False  # systemd itself has not called it started yet
+    own_watchdog: bool = False  # SGLang's own may still end it
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`steps` in order; empty where nothing is to be done. `hold` marks the ladder's end. `reason` is one sentence.
-    `by_hand`: it says what only a person can do."""
+    `by_hand`: it says what only a person can do. `later`: it is to be made again, at the next look."""
 
     reason: str
     steps: tuple[Step, ...] = ()
     target: SpeculationConfig | None = None
     hold: bool = False
     by_hand: bool = False
+    later: bool = False
 
 
 def decide(diagnosis: Diagnosis, facts: Facts) -> Plan:
-    """The plan for one ended launch."""
+    """The plan for one launch that ended, or that hangs."""
     if barred := _barred(diagnosis, facts):
         return Plan(barred)
     match REMEDY[diagnosis.failure]:
@@ -138,7 +144,9 @@ def decide(diagnosis: Diagnosis, facts: Facts) -> Plan:
             return _roll_back(diagnosis, facts)
         case _ if proves_a_ceiling(diagnosis):
             return _next_rung_or_hold(diagnosis, facts)
-        case Remedy.ROLL_BACK | Remedy.REPORT:
+        case Remedy.RESTART if facts.hangs:
+            return _restart(facts)
+        case Remedy.ROLL_BACK | Remedy.REPORT | Remedy.RESTART:
             return Plan(
                 f"{diagnosis.failure} is not cured by another speculation config; systemd's own restart policy goes on."
             )
@@ -167,6 +175,19 @@ def _barred(diagnosis: Diagnosis, facts: Facts) -> str:
     if facts.operator_stopped and diagnosis.failure is not FailureClass.STOP_TIMEOUT_SIGKILL:
         return "The unit was stopped by hand meanwhile, and stays stopped."
     return ""
+
+
+def _restart(facts: Facts) -> Plan:
+    """Nothing is held here: what hangs is left to a human as it is."""
+    if not facts.restart_unresponsive:
+        return Plan("It hangs, and is left as it is: restart_unresponsive is not set for this unit.")
+    if facts.starting:
+        return Plan("It hangs while systemd still starts it: TimeoutStartSec= is what ends that.")
+    if facts.own_watchdog:
+        return Plan("It hangs, and SGLang's own watchdog may still end it.", later=True)
+    if spent := _spent(facts):
+        return Plan(f"It hangs, and is left as it is: {spent}.", by_hand=True)
+    return Plan("What hangs is ended, and the same config started again.", _RETRY)
 
 
 def _after_stop_timeout(facts: Facts) -> Plan:
