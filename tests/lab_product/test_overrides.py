@@ -236,7 +236,7 @@ if verb == "put":
     answer = {"kind": made.kind, "reload": override.put_in_force(made)}
 elif verb == "withdraw":
     answer = {"reload": override.withdraw(unit)}
-intended = unit_files.intended_config(snapshot)
+intended = unit_files.intended_config(snapshot, frozenset())
 theirs = unit_files.operator_config(snapshot)
 loaded, disk = unit_files.definition(snapshot), unit_files.definition_on_disk(snapshot)
 answer |= {

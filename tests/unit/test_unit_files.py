@@ -32,6 +32,7 @@ SERVER = "/opt/venv/bin/python -m sglang.launch_server --model-path /m --tp 4"
 STEPS_10 = "--speculative-algorithm EAGLE --speculative-num-steps 10 --speculative-eagle-topk 1"
 STEPS_4 = SpeculationConfig.of(STEPS_10.replace("10", "4").split())
 MANAGED = frozenset({"--mem-fraction-static"})
+NONE_MANAGED: frozenset[str] = frozenset()
 
 
 class Host:
@@ -149,42 +150,44 @@ class TestConfig:
     def test_what_the_files_ask_for_is_read_with_its_variables(self, host: Host) -> None:
         defaults = host.write(host.etc / "default", f"ARGS='{STEPS_10}'\n")
         more = f"Environment=ARGS=--speculative-num-steps\\s1 STEPS=7\nEnvironmentFile=-{defaults}\n"
-        assert intended_config(host.unit(f"{SERVER} $ARGS", more)) == SpeculationConfig.of(STEPS_10.split())
-        numbered = intended_config(host.unit(f"{SERVER} --speculative-num-steps ${{STEPS}}", more))
+        assert intended_config(host.unit(f"{SERVER} $ARGS", more), NONE_MANAGED) == SpeculationConfig.of(
+            STEPS_10.split()
+        )
+        numbered = intended_config(host.unit(f"{SERVER} --speculative-num-steps ${{STEPS}}", more), NONE_MANAGED)
         assert numbered is not None
         assert numbered.steps == 7
 
     def test_what_the_operator_asks_for_is_told_from_our_override(self, host: Host) -> None:
         unit = host.unit(f"{SERVER} {STEPS_10}")
         put_in_force(render(unit, STEPS_4, overrides=host.overrides))
-        assert intended_config(host.loaded()) == STEPS_4
+        assert intended_config(host.loaded(), NONE_MANAGED) == STEPS_4
         assert operator_config(host.loaded()) == SpeculationConfig.of(STEPS_10.split())
 
     def test_a_drop_in_that_sets_the_command_shadows_a_unit_file_that_was_changed_later(self, host: Host) -> None:
         drop_in = host.etc / f"{UNIT}.d" / "10-tuned.conf"
         host.unit(f"{SERVER} {STEPS_10}")
         host.write(drop_in, f"[Service]\nExecStart=\nExecStart={SERVER} {STEPS_10.replace('10', '4')}\n")
-        assert shadowed_config(host.loaded()) is None  # the drop-in is the last word
+        assert shadowed_config(host.loaded(), NONE_MANAGED) is None  # the drop-in is the last word
 
         def changed_later() -> bool:
             host.unit(f"{SERVER} {STEPS_10}")
             return os.stat(host.etc / UNIT).st_ctime > os.stat(drop_in).st_ctime
 
         wait_until(changed_later, 30, "the file's change time is newer than the drop-in's")
-        found = shadowed_config(host.loaded())
+        found = shadowed_config(host.loaded(), NONE_MANAGED)
         assert found is not None
         assert (found.drop_in, found.asked.steps) == (str(drop_in), 10)
         host.write(drop_in, "[Service]\nNice=5\n")
-        assert shadowed_config(host.loaded()) is None
+        assert shadowed_config(host.loaded(), NONE_MANAGED) is None
 
     def test_a_command_that_only_systemd_can_resolve_is_not_guessed(self, host: Host) -> None:
         host.write(host.etc / UNIT, f"[Service]\nExecStart={SERVER} --log %d/log\n")
-        assert intended_config(UnitSnapshot(UNIT)) is None
+        assert intended_config(UnitSnapshot(UNIT), NONE_MANAGED) is None
 
     def test_a_drop_in_that_clears_the_command_counts(self, host: Host) -> None:
         host.unit(f"{SERVER} {STEPS_10}")
         host.write(host.etc / f"{UNIT}.d" / "a.conf", f"[Service]\nExecStart=\nExecStart={SERVER}\n")
-        config = intended_config(UnitSnapshot(UNIT))
+        config = intended_config(UnitSnapshot(UNIT), NONE_MANAGED)
         assert config is not None
         assert not config.speculates
 

@@ -78,8 +78,10 @@ def _cases(snapshot: UnitSnapshot, settings: Settings) -> Callable[[Timeline], C
     of_unit = partial(
         Case,
         unit=snapshot,
+        on_disk=unit_files.definition_on_disk(snapshot),
         disk_changed=unit_files.disk_changed(snapshot),
-        intended=_intended(snapshot, settings.state_dir),
+        shadowed=unit_files.shadowed_config(snapshot, managed),
+        intended=_intended(snapshot, settings.state_dir, managed),
         inside=surroundings.container(),
         managed=managed,
     )
@@ -101,10 +103,10 @@ def _cases(snapshot: UnitSnapshot, settings: Settings) -> Callable[[Timeline], C
     return case_of
 
 
-def _intended(snapshot: UnitSnapshot, state_dir: Path) -> SpeculationConfig | None:
+def _intended(snapshot: UnitSnapshot, state_dir: Path, managed: frozenset[str]) -> SpeculationConfig | None:
     """What the unit's files ask for, as the daemon sees it; None where their command cannot be told from them."""
     obstacle = override.override_obstacle(snapshot, state_dir / override.FOLDER)
-    return None if obstacle else unit_files.intended_config(snapshot)
+    return None if obstacle else unit_files.intended_config(snapshot, managed)
 
 
 def _show(unit: str) -> UnitSnapshot:

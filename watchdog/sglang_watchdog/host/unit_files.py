@@ -101,7 +101,7 @@ def definition_on_disk(snapshot: UnitSnapshot) -> Definition:
     return Definition(disk.fragment, digests, redact_argv(disk.command.argv) if disk.command else ())
 
 
-def intended_config(snapshot: UnitSnapshot, managed: frozenset[str] = frozenset()) -> SpeculationConfig | None:
+def intended_config(snapshot: UnitSnapshot, managed: frozenset[str]) -> SpeculationConfig | None:
     """The config that would run after a reload and a start: the files as they are now, our override included.
     None where the command cannot be known from the files."""
     return _config(on_disk(snapshot), managed)
@@ -133,7 +133,7 @@ def operator_config(
     return _config(on_disk(snapshot, own=False, overrides=overrides), managed)
 
 
-def shadowed_config(snapshot: UnitSnapshot, managed: frozenset[str] = frozenset()) -> Shadowed | None:
+def shadowed_config(snapshot: UnitSnapshot, managed: frozenset[str]) -> Shadowed | None:
     """What the unit file asks for, where it was changed after a drop-in of the operator that sets another command.
     None where no drop-in does, where both come to the same, and where one of them cannot be known from the files."""
     disk = on_disk(snapshot, own=False)
