@@ -221,11 +221,12 @@ def _judge(hit: Hit, case: Case) -> tuple[Class, float] | None:
 
 
 def _was_made_to_abort(hit: Hit, timeline: Timeline) -> bool:
-    """By the end of a process that it worked with, or by the unit's own watchdog: no fault of its native code."""
+    """By the end of a process that it worked with, or by systemd, for its watchdog or a start that took too long: its
+    native code is not at fault."""
     echoes = (other for other in timeline.hits if other.means is Meaning.ECHO and other.order < hit.order)
     echoed = any(not other.time or hit.time - other.time <= _SAME_EVENT for other in echoes)
-    watchdog = timeline.word(Word.WATCHDOG)
-    return echoed or (watchdog is not None and watchdog.order < hit.order)
+    asked = timeline.word(Word.WATCHDOG, Word.START_TIMED_OUT)
+    return echoed or (asked is not None and asked.order < hit.order)
 
 
 def _xid(code: int) -> tuple[Class, float] | None:

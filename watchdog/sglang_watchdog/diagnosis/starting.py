@@ -43,13 +43,14 @@ def _memory_result(_case: Case, ending: Ending) -> Verdict | None:
 
 # Signals that a process brings upon itself; behind a container or a shell they are 128 and the number.
 _OWN_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
+_BY_SYSTEMD = (ServiceResult.WATCHDOG, ServiceResult.TIMEOUT)  # which may be told to send SIGABRT
 
 
 def _native_end(case: Case, ending: Ending) -> Verdict | None:
     """The main process ended by a signal of its own doing, and its log says nothing of it."""
     code, _, status = ending.status.partition("/")
     number = int(status) - 128 * (code == "exited") if status.isdigit() else 0
-    asked_by_systemd = case.timeline.word(Word.WATCHDOG) or ending.result is ServiceResult.WATCHDOG
+    asked_by_systemd = case.timeline.word(Word.WATCHDOG, Word.START_TIMED_OUT) or ending.result in _BY_SYSTEMD
     if number not in _OWN_SIGNALS or asked_by_systemd:
         return None
     full = number == 7

@@ -14,7 +14,7 @@ HEADER = "Traceback (most recent call last):"
 _FATAL_HEADERS = ("hit an exception", "warmup error", "Exception in ModelTpServer", "Exception in DetokenizerManager")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _FRAME = re.compile(r'\s*File "(?P<path>[^"]+)",(?: line \d+,?)? in (?P<name>\S+)')
-_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: |:?$)")
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|[a-z]\w*(?:Error|Exception))(?:: |:?$)")
 _PACKAGES = re.compile(r".*/(?:sglang/srt|sglang|(?:site|dist)-packages)/(?=.)")
 _MOST_FRAMES = 40
 _STALE_AFTER = 3  # lines that are no frames, outside a traceback
