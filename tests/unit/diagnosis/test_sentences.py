@@ -67,7 +67,9 @@ def test_a_left_over_of_which_nobody_knows_the_bytes_is_named_without_them() -> 
 
 
 def test_what_the_kernel_killed_by_its_program_s_name_is_less_sure_than_by_its_pid() -> None:
-    assert told("kernel-kills-by-the-program-s-name").confidence < told("vllm-engine-killed-for-its-group").confidence
+    by_name, by_title = told("kernel-kills-by-the-program-s-name"), told("vllm-engine-killed-for-its-group")
+    assert (by_name.failure, by_title.failure) == (Class.HOST_OOM_KILL, Class.CGROUP_OOM_KILL)
+    assert by_name.confidence < by_title.confidence
 
 
 def test_a_command_beside_the_server_that_fails_is_what_systemd_ended_it_for() -> None:
@@ -79,3 +81,15 @@ def test_a_command_beside_the_server_that_fails_is_what_systemd_ended_it_for() -
 @pytest.mark.parametrize("name", ["autoheal", "docker-events-oom", "earlyoom"])
 def test_a_kill_by_others_is_not_called_the_server_s_own_doing(name: str) -> None:
     assert not any("its own doing" in ruled_out.because for ruled_out in told(name).ruled_out)
+
+
+def test_a_refusal_of_which_only_the_status_is_there_is_told_as_that() -> None:
+    answer = told("usage-alone")
+    assert answer.failure is Class.BAD_ARGUMENTS
+    assert "status 2" in answer.summary
+    assert answer.confidence <= 0.6
+
+
+@pytest.mark.parametrize("name", ["glog-segfault", "core-dump-of-a-rank", "trap-in-native-code"])
+def test_a_native_crash_is_told_by_whoever_saw_it(name: str) -> None:
+    assert told(name).failure is Class.SEGFAULT
