@@ -5,6 +5,7 @@ Waiting is always for a condition with a deadline. Nothing here knows what the w
 """
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -23,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import sim_nvml.build
 from lab.host import CHECKOUT, LabHost, free_port
 from lab_product.client import Client, Load
+from lab_product.ledger_reader import LedgerReader
 from lab_product.sglang_unit import MODEL, SglangUnit, Way
 from sim_nvml import SimNvml
 from sim_sglang.simulation import Simulation
@@ -264,6 +266,11 @@ class InferenceHost:
         answer: dict[str, Any] = self._asked("status", "--json")
         return answer
 
+    @functools.cached_property
+    def ledger(self) -> LedgerReader:
+        """As SQL; tables are the daemon's own matter, so for what nothing else tells."""
+        return LedgerReader(self.host, f"{STATE}/ledger.db")
+
     def log(self, lines: int = 40) -> str:
         """The end of the daemon's own log, for a failure's message."""
         return self.host.run("journalctl", "--unit", SERVICE, "--output=cat", f"--lines={lines}").stdout
@@ -309,6 +316,7 @@ def inference_host(
     with ExitStack() as stack:
         followed = stack.enter_context(Followed.by(host, sglang.name))
         inference = InferenceHost(host, sglang, free_port(), followed)
+        stack.callback(lambda: inference.ledger.close())
         inference.write_unit(sglang)
         inference.reload()
         if settings is not None:

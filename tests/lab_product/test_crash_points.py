@@ -5,7 +5,6 @@ systemd restarts the watchdog; what counts is what the host looks like in the en
 points; `make crash-points` takes all of them, and `CRASH_POINTS=NAME` those with a name like that.
 """
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -57,26 +57,9 @@ A_LEFT_OVER_IS_ENDED = frozenset({"signal SIGTERM after#1", "signal SIGKILL afte
 DEADLINE_S = 60.0
 # Of the points, the share that one run may have crossed and another not.
 MOST_MISSED = 0.2
-LOOK_EVERY_S = 0.3  # a look starts an interpreter on the host
 ENDED = ("inactive", "failed")
 SAVED = "/var/lib/crash-points"
-# Everything that is to be known of the end, in one visit to the host.
-LOOK = """
-import glob, json, os, sqlite3, sys
-state, folders = sys.argv[1], sys.argv[2:]
 OUTCOMES = "SELECT outcome FROM incidents WHERE opened > (SELECT max(proven) FROM known_good) ORDER BY opened"
-db = sqlite3.connect(f"file:{state}/ledger.db?mode=ro", uri=True)
-rows = lambda sql: [list(row) for row in db.execute(sql)]
-read = lambda path: open(path).read().split("\\n")[:-1] if os.path.exists(path) else []
-print(json.dumps({
-    "sound": rows("PRAGMA integrity_check") == [["ok"]],
-    "outcomes": [row[0] for row in rows(OUTCOMES)],
-    "override": rows("SELECT target FROM overrides"),
-    "armed": os.path.exists("/run/crash-points/armed"),
-    "signals": read("/run/crash-points/signals"),
-    "files": [path for folder in folders for path in glob.glob(folder + "/*") + glob.glob(folder + "/.*.new")],
-}))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +82,27 @@ class Seen:
 
     @classmethod
     def on(cls, host: InferenceHost) -> "Seen":
-        folders = (OVERRIDES, f"{host.sglang.file_path}.d")
-        return cls(**json.loads(host.host.run(PYTHON, "-c", LOOK, STATE, *folders).stdout))
+        return cls(
+            sound=host.ledger.rows("PRAGMA integrity_check") == [["ok"]],
+            outcomes=[outcome for (outcome,) in host.ledger.rows(OUTCOMES)],
+            override=host.ledger.rows("SELECT target FROM overrides"),
+            armed=bool(_listed(host, str(crashing.ARMED))),
+            signals=lines_of(host, crashing.SIGNALS),
+            files=[
+                *_listed(host, f"{OVERRIDES}/*", f"{OVERRIDES}/.*.new"),
+                *_listed(host, f"{host.sglang.file_path}.d/*", f"{host.sglang.file_path}.d/.*.new"),
+            ],
+        )
+
+
+def _listed(host: InferenceHost, *patterns: str) -> list[str]:
+    return [f"/{path.relative_to(host.host.root)}" for one in patterns for path in host.host.root.glob(one.lstrip("/"))]
+
+
+def lines_of(host: InferenceHost, path: Path) -> list[str]:
+    """Empty where there is no such file."""
+    there = host.host.root / path.relative_to("/")
+    return there.read_text().splitlines() if there.exists() else []
 
 
 class NotReached(Exception):
@@ -129,7 +131,7 @@ class Trial:
 
         try:
             self.provoke(host, lambda: host.host.write(crashing.ARMED, point))
-            wait_until(is_over, DEADLINE_S, "the end", LOOK_EVERY_S)
+            wait_until(is_over, DEADLINE_S, "the end")
         except AssertionError as in_vain:
             return [f"{in_vain}: {seen}", host.log(30)]
         end = seen[0]
@@ -162,12 +164,12 @@ def back_to_the_start(host: InferenceHost) -> None:
 def wait_watching(host: InferenceHost) -> None:
     shown = {"SubState": "running"}
     running = lambda: host.host.show(SERVICE, "SubState") == shown  # noqa: E731
-    wait_until(running, DEADLINE_S, "the watchdog watches", LOOK_EVERY_S)
+    wait_until(running, DEADLINE_S, "the watchdog watches")
 
 
 def points(host: InferenceHost) -> list[str]:
     """Those of the run that is over, in order."""
-    return list(dict.fromkeys(host.host.read(crashing.CROSSED).split("\n")[:-1]))
+    return list(dict.fromkeys(lines_of(host, crashing.CROSSED)))
 
 
 def chosen(crossed: list[str]) -> list[str]:
@@ -326,7 +328,7 @@ def change_the_flags(host: InferenceHost, arm: Callable[[], None]) -> None:
     host.change(steps=3)
     host.reload()
     if host.sglang.way is Way.DROP_IN:
-        wait_until(lambda: not drop_in_loaded(host), DEADLINE_S, "systemd has forgotten our drop-in", LOOK_EVERY_S)
+        wait_until(lambda: not drop_in_loaded(host), DEADLINE_S, "systemd has forgotten our drop-in")
     host.restart()
 
 

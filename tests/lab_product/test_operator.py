@@ -5,7 +5,6 @@ for the cards, for as long as a test needs to act as the operator, and goes on o
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import pytest
 
 from lab.host import CHECKOUT, LabHost
 from lab_product.conftest import Inference, deploy, override, proven
-from lab_product.installed import CARDS, PYTHON, STATE, InferenceHost
+from lab_product.installed import CARDS, PYTHON, InferenceHost
 from lab_product.sglang_unit import OVERRIDES, Way
 from sglang_watchdog.domain.incident import Step
 from sim_sglang.simulation import Simulation
@@ -27,13 +26,7 @@ AT_ONCE = Simulation(driver_lag_s=0.0)
 KEPT_S = 300.0
 STEP_DEADLINE_S = 30.0
 UNIT_STARTED = "39f53479d3a045ac8e11786248231fbf"
-INTENTS = """
-import json, sqlite3, sys
-newest = "SELECT id FROM incidents WHERE unit=? ORDER BY opened DESC LIMIT 1"
-db = sqlite3.connect(f"file:{sys.argv[1]}?mode=ro", uri=True)
-rows = db.execute(f"SELECT step, outcome FROM intents WHERE incident=({newest}) ORDER BY id", sys.argv[2:])
-print(json.dumps(rows.fetchall()))
-"""
+NEWEST = "SELECT id FROM incidents WHERE unit=? ORDER BY opened DESC LIMIT 1"
 LET_GO = """
 from sim_nvml import SimNvml
 nvml = SimNvml()
@@ -84,9 +77,8 @@ class SeenIntent(NamedTuple):
 
 
 def intents(host: InferenceHost) -> list[SeenIntent]:
-    """Of the unit's newest incident, in order. Read inside: SQLite follows the links of a path, and /proc/PID/root is
-    one."""
-    rows = json.loads(host.host.run(PYTHON, "-c", INTENTS, f"{STATE}/ledger.db", host.unit).stdout)
+    """Of the unit's newest incident, in order."""
+    rows = host.ledger.rows(f"SELECT step, outcome FROM intents WHERE incident=({NEWEST}) ORDER BY id", host.unit)
     return [SeenIntent(*row) for row in rows]
 
 
