@@ -40,7 +40,7 @@ class LaunchWatch:
         self.restarts = snapshot.restarts  # systemd's count of automatic restarts, of which this launch may be one
         self.started = snapshot.inactive_exit or snapshot.exec_main_started
         self.definition = known.definition if known else definition
-        self.raw_argv = known.argv if known else ()
+        self._runs(known.argv if known else ())
         self.files = _files_of(known)  # of model and release, once they were read (see Inquest.identify)
         self.files_of: tuple[str, ...] = known.argv if known else ()  # the command that they were read for
         self.holds_bytes = 0  # GPU memory of its own, when the cards were last read
@@ -137,10 +137,9 @@ class LaunchWatch:
             return
         if snapshot.main_pid:
             argv = processes.command_line(snapshot.main_pid)
-            if is_executed(argv):
-                if self.cuda is None or argv != self.raw_argv:
-                    self.cuda = processes.variables(snapshot.main_pid, visible.VARIABLES)
-                self.raw_argv = argv
+            if is_executed(argv) and (self.cuda is None or argv != self.raw_argv):
+                self.cuda = processes.variables(snapshot.main_pid, visible.VARIABLES)
+                self._runs(argv)
         if not snapshot.control_group:
             return
         phase = self._reader.phase
@@ -181,10 +180,9 @@ class LaunchWatch:
             ended=self.ended,
         )
 
-    @property
-    def argv(self) -> tuple[str, ...]:
-        """The command that really ran, secrets removed."""
-        return redact_argv(self.raw_argv)
+    def _runs(self, argv: tuple[str, ...]) -> None:
+        """The command that really runs. `argv` is asked for at every look, so its secrets are removed once."""
+        self.raw_argv, self.argv = argv, redact_argv(argv)
 
     def _feed(self, entry: JournalEntry) -> None:
         self._cursor = entry.cursor or self._cursor  # kept here: a pull that is cut off goes on from where it was

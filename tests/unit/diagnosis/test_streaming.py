@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-# A quarter of the log: reading it whole, even once, would not fit.
+# Half of the log: reading it whole, even once, would not fit.
 LIMIT_MB = 50
-LOG_MB = 200
+LOG_MB = 100
 READ = """
 import io, resource, sys
 from sglang_watchdog.diagnosis.formats import read_entries
@@ -41,9 +41,9 @@ print(lines, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
 
 
 @pytest.mark.parametrize("form", ["plain", "json", "export", "endless"])
-def test_two_hundred_megabytes_take_no_more_memory_than_a_few_lines(form: str) -> None:
+def test_a_hundred_megabytes_take_no_more_memory_than_a_few_lines(form: str) -> None:
     command = [sys.executable, "-c", READ, form, str(LOG_MB)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     lines, grown_mb = map(int, done.stdout.split())
-    assert lines >= (1 if form == "endless" else 45_000)
+    assert lines >= (1 if form == "endless" else 22_000)
     assert grown_mb < LIMIT_MB
