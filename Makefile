@@ -13,7 +13,7 @@ demo: setup ## the story of one bad deploy, live in the terminal: about a minute
 	@PYTHONPATH=tests $(PY) -m demo
 
 test: setup lint ## everything that needs no GPU and no real SGLang
-	@$(PY) -m pytest -n 2 --dist loadgroup tests --ignore=tests/sglang_real --ignore=tests/prometheus --ignore=tests/deb
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests --ignore=tests/sglang_real --ignore=tests/prometheus --ignore=tests/deb
 
 lint: setup ## ruff and mypy
 	@.venv/bin/ruff check .

@@ -23,7 +23,7 @@ from sglang_watchdog.domain.failure import FailureClass as Class
 from sim_sglang.simulation import Simulation
 from waiting import wait_until
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("classes")]
+pytestmark = pytest.mark.lab
 
 # These can depend on how much speculation there is; of every other class a rollback would be an outage for nothing.
 DEPENDS_ON_SPECULATION = {

@@ -22,7 +22,7 @@ from lab_product.installed import (
 from sim_sglang.simulation import Simulation
 from waiting import wait_until
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("commands")]
+pytestmark = pytest.mark.lab
 GHOST = "ghost.service"  # watched, and not there
 BAD_SETTINGS = 'log_level = "loud"\n\n[units."sglang.service"]\nact = "yes"\nsok = 3\n'
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")

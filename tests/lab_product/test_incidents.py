@@ -10,7 +10,7 @@ from lab_product.sglang_unit import Way
 from sim_nvml import SimNvml
 from waiting import wait_until
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("incidents")]
+pytestmark = pytest.mark.lab
 ACTING = {"act": True, "soak": 0.5}
 OBSERVING = {"act": False, "soak": 0.5}
 

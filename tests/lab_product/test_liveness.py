@@ -10,7 +10,7 @@ from lab_product.installed import PYTHON, InferenceHost
 from sim_sglang.simulation import Simulation
 from waiting import wait_until
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("incidents")]
+pytestmark = pytest.mark.lab
 BUDGET_S = 5.0  # a request every 1.25 s
 OBSERVING = {"act": False, "soak": 0.5, "serving_budget": BUDGET_S, "loading_budget": 4.0}
 

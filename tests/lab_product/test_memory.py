@@ -6,7 +6,7 @@ from conftest import LabFactory
 from lab.host import MIB
 from lab_product.installed import SERVICE, inference_host
 
-pytestmark = [pytest.mark.lab]
+pytestmark = pytest.mark.lab
 # The host's own systemd and journal, the watchdog with its helpers, and little to spare.
 HOST_BYTES = 512 * MIB
 DEADLINE_S = 60.0

@@ -9,7 +9,7 @@ from lab_product.installed import INSTALLED, SERVICE, STATE, InferenceHost
 from lab_product.sglang_unit import Way
 from waiting import wait_until
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("reports")]
+pytestmark = pytest.mark.lab
 ACTING = {"act": True, "soak": 0.5}
 HOOK = "/opt/hook.sh"
 TOLD = f"{STATE}/told.jsonl"

@@ -9,7 +9,7 @@ from lab.host import LabHost
 from lab_product.installed import COMMAND
 from waiting import wait_until
 
-pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("setup")]
+pytestmark = pytest.mark.lab
 
 FOLDER = "/etc/sglang-watchdog"
 PLAIN = "t-setup-plain.service"

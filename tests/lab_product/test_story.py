@@ -12,7 +12,7 @@ from lab_product.sglang_unit import Way
 from sglang_watchdog.host.unit_files import DROP_IN_NAME
 
 # The story takes most of a minute on an idle machine, and other tests run beside it.
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300), pytest.mark.xdist_group("story")]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
 
 @dataclass(frozen=True)
