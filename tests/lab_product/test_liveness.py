@@ -1,12 +1,13 @@
 """A server that runs and makes no progress, under the shipped service on a real systemd: seen by its tokens."""
 
+import json
 import re
 import signal
 
 import pytest
 
 from lab_product.conftest import Inference, proven
-from lab_product.installed import PYTHON, InferenceHost
+from lab_product.installed import INSTALLED, PYTHON, InferenceHost
 from sim_sglang.simulation import Simulation
 from waiting import wait_until
 
@@ -64,7 +65,10 @@ def test_a_server_that_answers_200_and_gives_no_tokens_is_unresponsive_and_left_
         proven(host)
         before = host.invocation()
         wait_until(lambda: asked(host) >= 4, 20, "an idle server is asked now and then")
-        host.load(2, tokens=20_000)  # and one under load is not
+        load = host.load(2, tokens=30_000)  # for longer than the budget
+        wait_until(lambda: load.over, 60, "long requests come to their end")
+        assert host.alerts(CLASS="unresponsive") == []
+        host.load(2, tokens=30_000)
         time_of_load = asked(host)
         host.ask_for("hang_healthy")
         alert = host.wait_alert(CLASS="unresponsive")
@@ -122,6 +126,8 @@ def test_a_server_whose_scheduler_is_dead_is_ended_and_serves_again_with_the_sam
         (incident,) = host.history()["incidents"]  # our own kill is no incident of its own
         assert (incident["class"], incident["outcome"]) == ("unresponsive", "recovered")
         assert hangs(host) == 0
+        said = host.host.run(INSTALLED, "diagnose", host.unit, "--invocation", incident["invocation"], "--json").stdout
+        assert json.loads(said)["class"] == "unresponsive"
 
 
 def test_an_operator_who_stops_what_hangs_is_not_gainsaid(inference: Inference) -> None:

@@ -345,6 +345,7 @@ def install(patch: pytest.MonkeyPatch, world: World, files: SimFiles, oracle: Or
     patch.setattr(processes, "bytes_moved", lambda _groups: 0)
     patch.setattr(processes, "doing", lambda pid: f"python ({pid}): S (sleeping), 1 threads")
     patch.setattr("sglang_watchdog.hangs.stacks.save", files.stacks)
+    patch.setattr(processes, "is_traced", lambda _pid: False)
     patch.setattr(processes, "boot_id", lambda: "b" * 32)
     patch.setattr(processes, "boot_time", lambda: 0.0)
     for name in ("render", "put_in_force", "is_in_force", "withdraw", "lies_there", "verify"):

@@ -354,3 +354,16 @@ def test_a_rollback_that_a_person_asked_for_is_no_start_of_ours(path: Path) -> N
     with ledger.intent(asked.id, Step.START):
         pass
     assert ledger.starts(UNIT, 0.0) == []
+
+
+def test_a_launch_that_the_watchdog_ended_itself_is_known_by_a_hold_that_came_to_its_end(path: Path) -> None:
+    ledger = Ledger.open(path)
+    hung = ledger.open_incident(replace(incident(), failure=FailureClass.UNRESPONSIVE, summary="It hung."))
+    assert ledger.ended_for(LAUNCH.invocation) == ""  # reported only
+    ledger.finish(ledger.begin(hung.id, Step.HOLD), "failed")  # the operator was first
+    assert ledger.ended_for(LAUNCH.invocation) == ""
+    ledger.finish(ledger.begin(ledger.open_incident(incident()).id, Step.HOLD), "done")  # of one that had ended
+    assert ledger.ended_for(LAUNCH.invocation) == ""
+    ledger.finish(ledger.begin(hung.id, Step.HOLD), "done")
+    assert ledger.ended_for(LAUNCH.invocation) == "It hung."
+    assert ledger.ended_for("b" * 32) == ""

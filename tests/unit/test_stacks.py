@@ -90,6 +90,15 @@ def test_a_py_spy_that_hangs_or_fails_is_said_and_given_up(
     assert "Permission denied" in saved(py_spy("echo Error: Permission denied >&2; exit 1"), tmp_path)[0]
 
 
+def test_what_takes_too_long_in_all_is_left_out(
+    py_spy: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_ALL_DEADLINE_S", 0.2)
+    told = saved(py_spy(f"exec {sys.executable} -c 'import signal; signal.pause()'"), tmp_path)
+    assert len(told) == 1
+    assert "the whole stacks are in" in told[0]
+
+
 def test_a_host_without_py_spy_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_PATH", str(tmp_path))
     assert "neither beside the server's Python nor in PATH" in saved("/opt/no/such/python", tmp_path)[0]

@@ -127,6 +127,7 @@ class Inquest:
                 disk_changed=unit_files.disk_changed(snapshot),
                 intended=self._intended(snapshot),
                 shadowed=unit_files.shadowed_config(snapshot, self.managed),
+                ended_for=self._parts.ledger.ended_for(launch.invocation),
                 surprise_told=launch.surprise_told,
                 known_good=compared.config,
                 inside=surroundings.container(),

@@ -260,6 +260,16 @@ class Ledger:
         )
         return [row[0] for row in rows]
 
+    def ended_for(self, invocation: str) -> str:
+        """Why the watchdog brought down a launch that ran, in the words of then; empty where it did not."""
+        rows = self._rows(
+            "SELECT json_extract(record, '$.summary') FROM incidents JOIN intents ON intents.incident=incidents.id "
+            "WHERE json_extract(record, '$.invocation')=? AND json_extract(record, '$.failure')=? "
+            "AND step=? AND intents.outcome='done'",
+            (invocation, FailureClass.UNRESPONSIVE, Step.HOLD),
+        )
+        return str(rows[0][0]) if rows else ""
+
     # What is proven
 
     def save_known_good(self, good: KnownGood) -> None:

@@ -32,6 +32,9 @@ _MOVED_EVERY_S = 10.0
 # Fewer bytes between two looks are what logging and heartbeats take.
 _MOVED_BYTES = 1 << 20
 _OF_A_BUDGET = 4  # so many looks and requests belong to one budget, at least
+# Longer than any look takes: the host slept, say, and a launch on it as well.
+_GAP_S = 120.0
+_ON_ITS_WAY_DOWN = (ActiveState.DEACTIVATING, ActiveState.INACTIVE, ActiveState.FAILED)
 _SCHEDULER = "sglang::schedul"  # its title, as far as the kernel keeps it
 
 
@@ -61,13 +64,13 @@ class Liveness:
     async def look(self, launch: LaunchWatch, snapshot: UnitSnapshot, proof: Proof | None, *, heard: bool) -> Judgement:
         """`heard`: the journal could be read just now."""
         now, stage = self._clock.monotonic(), stage_of(launch.phase)
-        if stage is not stage_of(self.signs.phase):
+        if stage is not stage_of(self.signs.phase) or now - self.signs.now > _GAP_S:
             self.signs = Signs(now, launch.phase, since=now)
         self.signs = replace(
             self.signs, now=now, phase=launch.phase, deaf="" if heard else "the journal cannot be read"
         )
         self._note(launch, now)
-        if snapshot.active_state not in (ActiveState.ACTIVE, ActiveState.ACTIVATING) or snapshot.job_type == "stop":
+        if snapshot.active_state in _ON_ITS_WAY_DOWN or snapshot.job_type in ("stop", "restart"):
             self.judgement = Judgement(Life.UNKNOWN, "It is on its way down.")
             return self.judgement
         groups = (snapshot.control_group, *(place for container in launch.containers for place in places_of(container)))
@@ -76,6 +79,8 @@ class Liveness:
         elif stage is Stage.SERVING and proof is not None and self._budgets.serving:
             await self._see_tokens(launch, snapshot, proof, groups)
         self.judgement = judge(self.signs, self._budgets)
+        if self.judgement.life is Life.HUNG and (excuse := _stopped_by_hand(snapshot, groups)):
+            self.judgement = replace(self.judgement, life=Life.UNKNOWN, sentence=excuse)
         return self.judgement
 
     def _note(self, launch: LaunchWatch, now: float) -> None:
@@ -133,6 +138,15 @@ class Liveness:
     def _dead(self, groups: tuple[str, ...]) -> str:
         gone = len(self._schedulers - _schedulers(groups))
         return f"{gone} of {len(self._schedulers)} {'is' if gone == 1 else 'are'} gone" if gone else ""
+
+
+def _stopped_by_hand(snapshot: UnitSnapshot, groups: tuple[str, ...]) -> str:
+    """Why somebody wants it to stand still; empty where nobody does."""
+    if snapshot.frozen:
+        return "It is frozen (systemctl freeze)."
+    alive = (process.pid for group in groups for process in processes.cgroup_processes(group))
+    traced = next((pid for pid in alive if processes.is_traced(pid)), None)
+    return "" if traced is None else f"A debugger is attached to its process {traced}."
 
 
 def _schedulers(groups: tuple[str, ...]) -> set[ProcessId]:

@@ -252,3 +252,11 @@ def test_inside_a_container_systemds_own_count_still_tells_a_kill_for_memory() -
 
 def test_a_stop_that_was_asked_for_says_nothing_of_a_kernel() -> None:
     assert LaunchLog().ready().stopping().sigterm().ended().diagnosis(inside="lxc").advice == ()
+
+
+def test_what_the_watchdog_ended_because_it_hung_is_no_kill_of_somebody_elses_and_no_stop() -> None:
+    log = LaunchLog().ready().sglang(DECODING).ended(code="killed", status="9", result="signal")
+    assert log.diagnosis().failure is not Class.UNRESPONSIVE
+    answer = log.diagnosis(ended_for="The server has generated nothing for 500 s.")
+    assert (answer.failure, answer.summary) == (Class.UNRESPONSIVE, "The server has generated nothing for 500 s.")
+    assert "brought this launch down" in answer.evidence[0].text

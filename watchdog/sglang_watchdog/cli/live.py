@@ -87,7 +87,7 @@ def _cases(snapshot: UnitSnapshot, settings: Settings) -> Callable[[Timeline], C
     )
 
     def case_of(timeline: Timeline) -> Case:
-        launch, compared = _remembered(timeline.invocation, settings.state_dir, managed)
+        launch, compared, ended_for = _remembered(timeline.invocation, settings.state_dir, managed)
         return of_unit(
             timeline=timeline,
             launch=launch,
@@ -97,6 +97,7 @@ def _cases(snapshot: UnitSnapshot, settings: Settings) -> Callable[[Timeline], C
             memory_when_proven=compared.memory,
             loaded=launch.definition if launch else None,
             known_good=compared.config,
+            ended_for=ended_for,
             has_ledger=launch is not None,
         )
 
@@ -158,16 +159,17 @@ def _journalctl(matches: list[str]) -> Iterator[bytes]:
         raise WatchdogError(f"journalctl ended with status {status}: {words}")
 
 
-def _remembered(invocation: str, state_dir: Path, managed: frozenset[str]) -> tuple[Launch | None, Compared]:
-    """What the ledger has of a launch, and of the proof that it is compared with."""
+def _remembered(invocation: str, state_dir: Path, managed: frozenset[str]) -> tuple[Launch | None, Compared, str]:
+    """What the ledger has of a launch, of the proof that it is compared with, and why the watchdog itself ended it."""
     try:
         ledger = Ledger.open(state_dir / LEDGER_NAME, read_only=True)
     except LedgerError:
-        return None, Compared()  # no daemon ever ran here, or not for us to read: the journal alone has to do
+        return None, Compared(), ""  # no daemon ever ran here, or not for us to read: the journal alone has to do
     try:
         launch = ledger.launch(invocation)
         base = _base_of(launch, managed) if launch else ""
-        return launch, compared_with(ledger, launch.unit, base) if launch and base else Compared()
+        compared = compared_with(ledger, launch.unit, base) if launch and base else Compared()
+        return launch, compared, ledger.ended_for(invocation)
     finally:
         ledger.close()
 

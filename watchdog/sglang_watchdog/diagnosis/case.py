@@ -26,6 +26,7 @@ class Case:
     disk_changed: float | None = None  # when the definition on disk last changed, Unix seconds
     intended: SpeculationConfig | None = None  # what the definition on disk asks for now
     shadowed: Shadowed | None = None
+    ended_for: str = ""  # why the watchdog itself brought it down; empty where it did not
     surprise_told: bool = False  # that it runs an old definition was reported while it served
     known_good: SpeculationConfig | None = None
     inside: str = ""  # the kind of container that the host itself is; empty where it is none, or not known

@@ -17,7 +17,7 @@ from sglang_watchdog.diagnosis.signatures import catalog
 from sglang_watchdog.diagnosis.stale import stale, stale_advice
 from sglang_watchdog.diagnosis.starting import judge_kill, judge_manager, kernel_unseen, unknown
 from sglang_watchdog.diagnosis.verdict import Verdict
-from sglang_watchdog.domain.evidence import Evidence
+from sglang_watchdog.domain.evidence import Evidence, Source
 from sglang_watchdog.domain.failure import Diagnosis
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.launch import Phase
@@ -41,6 +41,8 @@ def diagnose(case: Case) -> Diagnosis:
 
 
 def _judge(case: Case, ending: Ending, speculation: Speculation) -> Verdict:
+    if case.ended_for:
+        return _ended_by_us(case)
     cause = first_cause(case)
     stop = judge_stop(ending, cause)
     if stop:
@@ -48,6 +50,12 @@ def _judge(case: Case, ending: Ending, speculation: Speculation) -> Verdict:
     if cause:
         return _caused(case, ending, cause, speculation)
     return judge_manager(case, ending) or judge_kill(case, ending) or unknown(case, ending)
+
+
+def _ended_by_us(case: Case) -> Verdict:
+    """What the log says after that follows from the kill."""
+    told = "The watchdog's own ledger: it brought this launch down, because it made no progress."
+    return Verdict(Class.UNRESPONSIVE, 0.95, case.ended_for, evidence=(Evidence(Source.LEDGER, told),))
 
 
 def _caused(case: Case, ending: Ending, cause: Cause, speculation: Speculation) -> Verdict:

@@ -73,6 +73,7 @@ class UnitSnapshot:
     restart: str = ""
     restart_delay: float | None = None
     stop_timeout: float | None = None
+    frozen: bool = False  # by `systemctl freeze`, or about to be
     service_type: str = ""
     runtime_max: float | None = None
     oom_policy: str = ""

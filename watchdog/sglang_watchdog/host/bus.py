@@ -326,6 +326,7 @@ def _snapshot(unit: str, general: Properties, service: Properties, job_type: str
         restart=_text(service, b"Restart"),
         restart_delay=_seconds(service.get(b"RestartUSec")),
         stop_timeout=_seconds(service.get(b"TimeoutStopUSec")),
+        frozen=_text(general, b"FreezerState") not in ("", "running"),
         service_type=_text(service, b"Type"),
         known=frozenset(key.decode() for key in (*general, *service)),
     )

@@ -73,6 +73,12 @@ def stuck_in_the_kernel(pid: int) -> bool:
     return fields is not None and fields[0] == "D"
 
 
+def is_traced(pid: int) -> bool:
+    """Whether a debugger or a tracer is attached to it."""
+    lines = (line.partition(":") for line in _text(pid, "status").splitlines())
+    return any(name == "TracerPid" and value.strip() != "0" for name, _, value in lines)
+
+
 def variables(pid: int, names: Collection[str]) -> dict[str, str] | None:
     """These variables of its environment, as far as they are set; None where it cannot be read. Only for a unit's main
     process."""

@@ -101,11 +101,12 @@ async def _dumped(program: str, control_groups: Sequence[str]) -> list[_Dump]:
     tasks = [asyncio.create_task(one(pid)) for pid in pids[:_MOST_DUMPS]]
     if not tasks:
         return []
-    done, late = await asyncio.wait(tasks, timeout=_ALL_DEADLINE_S)
-    for task in late:
-        task.cancel()
-    if late:
-        await asyncio.wait(late)
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=_ALL_DEADLINE_S)
+    finally:  # also where the daemon itself ends meanwhile
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
     return [task.result() for task in tasks if task in done]
 
 
