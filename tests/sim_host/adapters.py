@@ -273,6 +273,7 @@ class SimFiles:
 
     async def stacks(self, *_: object) -> tuple[Evidence, ...]:
         self._world.point()
+        self._world.looked_at += 1
         await asyncio.sleep(1)
         self._world.point()
         return ()

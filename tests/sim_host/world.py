@@ -115,6 +115,7 @@ class World:
         self.kill_in: int | None = None
         self.calls = 0
         self.clock_set_by = 0.0  # seconds by which somebody has set the clock of the host
+        self.looked_at = 0  # how often the stacks of its processes were looked at
         self._queued_start = ""
 
     # Time, and the points at which a daemon can be killed

@@ -182,6 +182,15 @@ def test_a_daemon_that_is_gone_while_what_it_killed_falls_calls_that_no_failure_
     assert host.oracle.broken == []
 
 
+def test_what_the_operator_ends_while_it_is_looked_at_is_not_reported(host: Rules) -> None:
+    host.world.hang()
+    wait(host, lambda: host.world.looked_at > 0)
+    host.the_operator_stops()
+    host.daemon.run_for(60)
+    assert not any("unresponsive" in words for words in host.said)
+    assert host.world.running is None
+
+
 def wait(host: Rules, condition: Callable[[], bool]) -> None:
     for _ in range(2000):
         if condition():

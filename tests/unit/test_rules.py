@@ -47,7 +47,7 @@ class Rules(RuleBasedStateMachine):
         drop_in=st.booleans(),
         allow_none=st.booleans(),
         proven_for=st.sampled_from([6.0, 60.0, 60.0]),
-        restart_hung=st.booleans(),
+        restart_hung=st.sampled_from([True, True, True, False]),
     )
     def boot(
         self,
@@ -110,11 +110,18 @@ class Rules(RuleBasedStateMachine):
             self.world.end(self.world.running, failure)
         self.daemon.run_for(0.1)
 
-    @rule(seconds=st.sampled_from([5.0, 40.0, 90.0]))
-    def the_server_hangs(self, seconds: float) -> None:
-        """HTTP answers 200 all the while."""
+    @rule(seconds=st.sampled_from([5.0, 39.0, 70.0, 70.0]), calls=st.sampled_from([None, None, 45]))
+    def the_server_hangs(self, seconds: float, calls: int | None) -> None:
+        """Once it serves. HTTP answers 200 all the while; SGLang's own watchdog has had its time after 40 s."""
+        if self.world.running is None or not self.world.running.serves:
+            self.world.fits = 5
+            self.the_operator_deploys(4, True, True)
+        self.world.go_on()
+        self.daemon.run_for(10)
         self.world.hang()
         self.daemon.run_for(seconds)
+        self.world.kill_in = calls
+        self.daemon.run_for(1)
 
     @rule()
     def the_server_goes_on(self) -> None:

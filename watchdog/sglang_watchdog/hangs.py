@@ -11,7 +11,7 @@ from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import stacks
 from sglang_watchdog.incidents import Incidents
 from sglang_watchdog.inquest import Inquest
-from sglang_watchdog.liveness import Liveness
+from sglang_watchdog.liveness import Liveness, is_on_its_way_down
 from sglang_watchdog.observation import LaunchWatch
 from sglang_watchdog.parts import Parts
 from sglang_watchdog.recovery.liveness import Life, hang, own_watchdog_is_due
@@ -43,10 +43,13 @@ class Hangs:
         if self._told:
             await self._incidents.still_hangs(launch, own_watchdog=own_watchdog)
             return
-        self._told = True
-        self._parts.metrics.unresponsive.labels(self._unit).set(1)
         log.warning("a launch hangs", unit=self._unit, invocation=launch.invocation, why=judgement.sentence)
         seen = await self._look_closer(launch, snapshot)
+        snapshot = self._parts.systemd.snapshot(self._unit)  # all of that may have taken a minute
+        if snapshot.invocation != launch.invocation or is_on_its_way_down(snapshot):
+            return
+        self._told = True
+        self._parts.metrics.unresponsive.labels(self._unit).set(1)
         diagnosis = hang(judgement, liveness.signs, seen, self._inquest.diagnose(launch, snapshot))
         self._incidents.hung(launch, snapshot, diagnosis, own_watchdog=own_watchdog)
 

@@ -34,6 +34,7 @@ from sglang_watchdog.hand_back import (
 from sglang_watchdog.host import processes
 from sglang_watchdog.host.server import address_of
 from sglang_watchdog.inquest import Inquest
+from sglang_watchdog.liveness import is_on_its_way_down
 from sglang_watchdog.observation import LaunchWatch, is_executed
 from sglang_watchdog.overriding import Overriding
 from sglang_watchdog.parts import Parts
@@ -231,13 +232,16 @@ class Incidents:
     async def still_hangs(self, launch: LaunchWatch, *, own_watchdog: bool) -> None:
         """It was reported, and was asked once more since."""
         snapshot, hanging = self._parts.systemd.snapshot(self._unit), self._hanging
-        if hanging is None or snapshot.ended or snapshot.invocation != launch.invocation:
+        if hanging is None:
             return
-        plan = self._inquest.plan_of_hang(launch, snapshot, hanging.diagnosis, own_watchdog=own_watchdog)
         if self.jobs.foreign or snapshot.job:
             self._hanging = None
             self._close(hanging.incident, Outcome.YIELDED, "Somebody queued a job on the unit: the operator wins.")
-        elif not plan.later:
+            return
+        if snapshot.invocation != launch.invocation or is_on_its_way_down(snapshot):
+            return
+        plan = self._inquest.plan_of_hang(launch, snapshot, hanging.diagnosis, own_watchdog=own_watchdog)
+        if not plan.later:
             incident = self._parts.ledger.plan_incident(hanging.incident, plan.steps, plan.target, plan.reason)
             self._hanging = None
             if not plan.steps:

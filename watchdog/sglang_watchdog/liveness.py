@@ -34,7 +34,6 @@ _MOVED_BYTES = 1 << 20
 _OF_A_BUDGET = 4  # so many looks and requests belong to one budget, at least
 # Longer than any look takes: the host slept, say, and a launch on it as well.
 _GAP_S = 120.0
-_ON_ITS_WAY_DOWN = (ActiveState.DEACTIVATING, ActiveState.INACTIVE, ActiveState.FAILED)
 _SCHEDULER = "sglang::schedul"  # its title, as far as the kernel keeps it
 
 
@@ -70,7 +69,7 @@ class Liveness:
             self.signs, now=now, phase=launch.phase, deaf="" if heard else "the journal cannot be read"
         )
         self._note(launch, now)
-        if snapshot.active_state in _ON_ITS_WAY_DOWN or snapshot.job_type in ("stop", "restart"):
+        if is_on_its_way_down(snapshot):
             self.judgement = Judgement(Life.UNKNOWN, "It is on its way down.")
             return self.judgement
         groups = (snapshot.control_group, *(place for container in launch.containers for place in places_of(container)))
@@ -138,6 +137,12 @@ class Liveness:
     def _dead(self, groups: tuple[str, ...]) -> str:
         gone = len(self._schedulers - _schedulers(groups))
         return f"{gone} of {len(self._schedulers)} {'is' if gone == 1 else 'are'} gone" if gone else ""
+
+
+def is_on_its_way_down(snapshot: UnitSnapshot) -> bool:
+    """Or down. What it does then is no matter of progress."""
+    states = (ActiveState.DEACTIVATING, ActiveState.INACTIVE, ActiveState.FAILED)
+    return snapshot.in_auto_restart or snapshot.active_state in states or snapshot.job_type in ("stop", "restart")
 
 
 def _stopped_by_hand(snapshot: UnitSnapshot, groups: tuple[str, ...]) -> str:
