@@ -6,11 +6,10 @@ points; `make crash-points` takes all of them, and `CRASH_POINTS=NAME` those wit
 """
 
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,11 +28,6 @@ from waiting import wait_until
 
 # "all", or a part of a point's name.
 CHOSEN = os.environ.get("CRASH_POINTS", "")
-# Something was done and is not recorded, or is under way.
-MOST_TELLING = re.compile(
-    r"(bus (stop|start|kill)|signal \w+|override (rename|unlink)|ledger (begin\(start\)|close_incident)) after#1"
-    r"|daemon-reload under way#1"
-)
 pytestmark = [
     pytest.mark.lab,
     pytest.mark.timeout(3600 if CHOSEN == "all" else 900),
@@ -51,8 +45,6 @@ ExecStart={PYTHON} -P {DRIVER} run
 RestartSec=100ms
 ReadWritePaths={crashing.FOLDER}
 """
-# Of a left-over that heeds no SIGTERM.
-A_LEFT_OVER_IS_ENDED = frozenset({"signal SIGTERM after#1", "signal SIGKILL after#1"})
 DEADLINE_S = 60.0
 # Of the points, the share that one run may have crossed and another not.
 MOST_MISSED = 0.2
@@ -171,25 +163,26 @@ def points(host: InferenceHost) -> list[str]:
     return list(dict.fromkeys(lines_of(host, crashing.CROSSED)))
 
 
-def chosen(crossed: list[str]) -> list[str]:
-    """Those that are asked for; else the first after each kind of act that changes the host. Of all, a point before an
-    act is left out where the one after another act came just before it: nothing happens between the two."""
+def chosen(crossed: list[str], telling: Sequence[str]) -> Sequence[str]:
+    """Those that are asked for; else the `telling` ones. Of all, a point before an act is left out where
+    the one after another act came just before it: nothing happens between the two."""
     if CHOSEN == "all":
         return [now for before, now in pairwise(["", *crossed]) if not (" after#" in before and " before#" in now)]
     if CHOSEN:
         return [point for point in crossed if CHOSEN in point]
-    return [point for point in crossed if MOST_TELLING.fullmatch(point)]
+    return telling
 
 
-def kill_at_every_point(host: InferenceHost, trial: Trial, name: str, needed: frozenset[str] = frozenset()) -> None:
-    """`needed` are points without which the trial would not be what it is meant to be."""
+def kill_at_every_point(host: InferenceHost, trial: Trial, name: str, telling: Sequence[str]) -> None:
+    """`telling`: the points that every run of the tests takes, where something was done and is not recorded, or is
+    under way. Without them the trial would not be what it is meant to be."""
     assert trial.run(host, "") == []
     crossed = points(host)
     wrong: dict[str, list[str]] = {}
     missed: list[str] = []
-    picked = chosen(crossed)
+    picked = chosen(crossed, telling)
     print(f"{name}: of {len(crossed)} points: {', '.join(crossed)}", file=sys.stderr)
-    assert needed <= set(crossed)
+    assert set(telling) <= set(crossed)
     for point in picked:
         begun, words = time.monotonic(), "ends well"
         try:
@@ -213,6 +206,15 @@ def served_configs(host: InferenceHost, since: float) -> list[str]:
 
 
 # A rollback, by either way of putting a config in force
+
+# What both have in common is taken once.
+TELLING_OF_A_ROLLBACK = {
+    Way.DROP_IN: (
+        *("bus stop after#1", "override rename after#1", "daemon-reload under way#1", "ledger begin(start) after#1"),
+        *("bus start after#1", "ledger close_incident after#2"),
+    ),
+    Way.ENVIRONMENT_FILE: ("override rename after#1", "bus start after#1"),
+}
 
 
 def start_what_fails(host: InferenceHost) -> None:
@@ -266,7 +268,7 @@ def test_a_rollback_ends_the_same_wherever_the_watchdog_is_killed(inference: Inf
             host.host.write(DROP_IN, SERVICE_DROP_IN)
             host.change(steps=10)
             trial = Trial(roll_back, contained, wrong_after_a_rollback)
-            kill_at_every_point(host, trial, f"rollback by {way}")
+            kill_at_every_point(host, trial, f"rollback by {way}", TELLING_OF_A_ROLLBACK[way])
             assert bystander.alive()
 
 
@@ -308,13 +310,18 @@ def test_a_left_over_is_ended_once_wherever_the_watchdog_is_killed(inference: In
             save(host)
             host.host.write(DROP_IN, SERVICE_DROP_IN)
             trial = Trial(leave_something_behind, recovered, wrong_after_freeing)
-            kill_at_every_point(host, trial, "freeing", A_LEFT_OVER_IS_ENDED)
+            kill_at_every_point(host, trial, "freeing", ("signal SIGTERM after#1", "signal SIGKILL after#1"))
             assert bystander.alive()
         # Who was signalled was looked at in each trial, while the ledger was there that knows of whom.
         host.host.run("sh", "-c", "journalctl --rotate; journalctl --vacuum-time=1ms")
 
 
 # The operator changes the flags: the override goes
+
+TELLING_OF_A_WITHDRAWAL = {
+    Way.DROP_IN: ("override unlink after#1", "daemon-reload under way#1"),
+    Way.ENVIRONMENT_FILE: ("override unlink after#1",),
+}
 
 
 def change_the_flags(host: InferenceHost, arm: Callable[[], None]) -> None:
@@ -363,7 +370,8 @@ def test_an_override_is_withdrawn_wherever_the_watchdog_is_killed(inference: Inf
         assert override(host)
         save(host)
         host.host.write(DROP_IN, SERVICE_DROP_IN)
-        kill_at_every_point(host, Trial(change_the_flags, withdrawn, wrong_after_a_withdrawal), f"withdrawal by {way}")
+        trial = Trial(change_the_flags, withdrawn, wrong_after_a_withdrawal)
+        kill_at_every_point(host, trial, f"withdrawal by {way}", TELLING_OF_A_WITHDRAWAL[way])
 
 
 # The watchdog is stopped for good while it holds a unit
@@ -398,4 +406,5 @@ def test_a_held_unit_is_handed_back_wherever_the_watchdog_is_killed_on_its_way_o
         save(host)
         host.host.write(DROP_IN, SERVICE_DROP_IN)
         host.change(steps=10, simulation=replace(host.sglang.simulation, driver_lag_s=KEPT_S))
-        kill_at_every_point(host, Trial(stop_while_it_holds, handed_back, wrong_after_a_hand_back), "hand-back")
+        trial = Trial(stop_while_it_holds, handed_back, wrong_after_a_hand_back)
+        kill_at_every_point(host, trial, "hand-back", ("bus start after#1", "ledger close_incident after#1"))

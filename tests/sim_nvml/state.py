@@ -134,7 +134,7 @@ class SimNvml:
         show = pid if show_pid is None else show_pid
         name = f"{gpu}-{pid}-{os.getpid()}-{time.monotonic_ns()}-{next(_serial)}"
         allocation = Allocation(name, gpu, pid, start, bytes, lag_s, wedged, show, kind, listed, instance)
-        self._forget_the_gone()
+        self._forget_the_gone(gpu)
         _replace(self.folder / "alloc" / name, allocation.line())
         return name
 
@@ -158,10 +158,17 @@ class SimNvml:
 
     def allocations(self, gpu: int | None = None) -> Iterator[Allocation]:
         """Everything that occupies a card now, by the same rule as nvml.c."""
+        for found in self._written(gpu):
+            if self._occupies(found):
+                yield found
+
+    def _written(self, gpu: int | None) -> Iterator[Allocation]:
+        """Those of this card, or of all, that have a file. Its name begins with the card's index."""
         with suppress(FileNotFoundError):
-            for path in sorted((self.folder / "alloc").iterdir()):
-                found = None if path.name.startswith(".") else _allocation(path)
-                if found and (gpu is None or found.gpu == gpu) and self._occupies(found):
+            for name in sorted(os.listdir(self.folder / "alloc")):
+                wanted = not name.startswith(".") if gpu is None else name.startswith(f"{gpu}-")
+                found = _allocation(self.folder / "alloc" / name) if wanted else None
+                if found:
                     yield found
 
     def lingering(self, gpu: int) -> list[Allocation]:
@@ -209,13 +216,11 @@ class SimNvml:
 
     # -- the rule of who still occupies a card
 
-    def _forget_the_gone(self) -> None:
+    def _forget_the_gone(self, gpu: int) -> None:
         """Take away the files of allocations that no longer count, so that a long test does not read ever more."""
-        with suppress(FileNotFoundError):
-            for path in list((self.folder / "alloc").iterdir()):
-                found = None if path.name.startswith(".") else _allocation(path)
-                if found and not self._occupies(found):
-                    self.release(found.id)
+        for found in list(self._written(gpu)):
+            if not self._occupies(found):
+                self.release(found.id)
 
     def _occupies(self, allocation: Allocation) -> bool:
         if allocation.wedged or not allocation.pid or _runs(allocation.pid, allocation.start):
@@ -263,7 +268,8 @@ def _runs(pid: int, start: int) -> bool:
 def _stat(pid: int) -> list[str] | None:
     """Fields of /proc/PID/stat from the state on (the name before it may hold blanks and brackets)."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return text.rpartition(")")[2].split()

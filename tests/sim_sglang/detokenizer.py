@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
-from sim_sglang.scheduler import enter
+from sim_sglang.bond import enter
 from sim_sglang.settings import Settings
 
 

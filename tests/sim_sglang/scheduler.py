@@ -5,7 +5,6 @@ Rank 0 does the work that is seen; the others hold their cards and wait. Nothing
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from sim_nvml.state import SimNvml
 from sim_sglang import logs
 from sim_sglang.batch import Batch
+from sim_sglang.bond import enter
 from sim_sglang.card import Card, HostMemory
 from sim_sglang.faults import Fault, Faults
 from sim_sglang.flags import ServerArgs
@@ -26,8 +26,6 @@ from sim_sglang.profiles import GIB, PROFILES, Profile
 from sim_sglang.settings import Settings
 from sim_sglang.startup import TORCH_OOM, StartFailed, Startup
 
-PR_SET_PDEATHSIG = 1
-IMPORT_S = 6.0
 # How long a scheduler takes from its last words to giving its memory back, and from a polite request to its end.
 LAST_BREATH_S, ENDING_S = 3.4, 1.5
 TICK_S = 0.008
@@ -45,19 +43,6 @@ CUSTOM_MASK = (
     "RuntimeError: The expanded size of the tensor (8388608) must match the existing size (8388736) at non-singleton"
     " dimension 0.  Target sizes: [8388608].  Tensor sizes: [8388736]"
 )
-
-
-def enter(title: str, settings: Settings, follow_parent: bool = True) -> None:
-    """A child's first seconds: imports under the spawn command line, then its title, then its bond to the parent.
-
-    Whoever kills the parent before this is over leaves an orphan, as with the real server.
-    """
-    settings.rest(IMPORT_S)
-    from setproctitle import setproctitle  # as late as in the real server: the title comes after the imports
-
-    setproctitle(title)
-    if follow_parent:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
