@@ -1,8 +1,6 @@
 # Two commands do all their own set-up, on a fresh Debian 12 or 13 as root: `make demo` and `make test`.
 # Both may be run again at any time.
 PY := .venv/bin/python
-# Files that one worker is long busy with come first, lest the other wait for it in the end.
-LONGEST := tests/unit/test_rules.py tests/lab_product/test_crash_points.py
 NOT_HERE := sglang_real prometheus deb
 .DEFAULT_GOAL := help
 
@@ -16,7 +14,7 @@ demo: setup ## the story of one bad deploy, live in the terminal: about a minute
 	@PYTHONPATH=tests $(PY) -m demo
 
 test: setup lint ## everything that needs no GPU and no real SGLang
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LONGEST) tests $(NOT_HERE:%=--ignore=tests/%)
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests $(NOT_HERE:%=--ignore=tests/%)
 
 lint: setup ## ruff and mypy
 	@.venv/bin/ruff check .

@@ -12,7 +12,13 @@ import structlog
 from lab.host import Base, LabHost, LabUnavailable
 from lab.service import Service
 
+# Files that keep a worker busy for minutes come first, lest the others wait for it in the end.
+LONGEST = ("test_crash_points.py", "test_rules.py")
 LabFactory = Callable[..., AbstractContextManager[LabHost]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @contextmanager
