@@ -75,6 +75,10 @@ class OwnJobs:
         self._settled = max(self._newest, *self.ours, 0)
         self.foreign = 0
 
+    def foreign_since(self, ours: int) -> bool:
+        """Whether somebody has queued a job after that one of ours, 0 for none."""
+        return bool(ours) and self.foreign > ours
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -203,7 +207,7 @@ class Executor:
         now = asyncio.get_running_loop().time
         allowed = _hold_deadline(self._systemd.snapshot(self._unit)) if task.hangs else HOLD_DEADLINE_S
         deadline, witness_by, kill_at = now() + allowed, 0.0, 0.0
-        done = ""
+        done, our_stop = "", 0
         stopped = task.stopped_by_us
         while True:
             self._progress()
@@ -211,7 +215,9 @@ class Executor:
             doomed = task.doomed(snapshot)
             match next_move(snapshot, task.incident.invocation, doomed=doomed, stopped_by_us=stopped, hangs=task.hangs):
                 case HoldMove.HELD:
-                    if witness.saw_a_stop(self._systemd, self._ledger, snapshot):
+                    # Between our stop and its return the witness sees nothing, but a job has a number.
+                    by_job = self._jobs.foreign_since(our_stop)
+                    if by_job or witness.saw_a_stop(self._systemd, self._ledger, snapshot):
                         raise Yielded("the unit was stopped by another hand than ours")
                     witness_by = witness_by or now() + _WITNESS_LEAVES_S
                     if witness.call(self._systemd, self._ledger, snapshot) or now() > witness_by:
@@ -220,9 +226,9 @@ class Executor:
                 case HoldMove.YIELD:
                     raise Yielded(f"the unit is {_in_words(snapshot)} by another hand than ours")
                 case HoldMove.STOP:
-                    held = self._stop()
-                    stopped = stopped or bool(held)
-                    done = "; ".join(filter(None, (done, held)))
+                    if job := self._stop():
+                        our_stop, stopped = job, True
+                        done = "; ".join(filter(None, (done, "the automatic restart is held")))
                 case HoldMove.KILL if snapshot.invocation not in self.brought_down or now() >= kill_at:
                     done, kill_at = self._bring_down(snapshot, task), now() + _KILL_AGAIN_S
                 case HoldMove.KILL | HoldMove.WAIT:
@@ -231,17 +237,19 @@ class Executor:
                 raise StepFailed(f"the unit could not be held within {allowed:.0f} s")
             await asyncio.sleep(_POLL_S)
 
-    def _stop(self) -> str:
+    def _stop(self) -> int:
+        """Our job, 0 where it was refused."""
         stood_for = self._ledger.witness(self._unit)
         self._ledger.forget_witness(self._unit)  # it leaves with this stop, which is our own
         try:
-            self._jobs.own(self._systemd.stop(self._unit))
+            job = self._systemd.stop(self._unit)
         except JobRefused:
             if stood_for is not None:
                 self._ledger.save_witness(self._unit, stood_for)
-            return ""  # its restart job was queued in this instant: the next reading says what came of it
+            return 0  # its restart job was queued in this instant: the next reading says what came of it
+        self._jobs.own(job)
         self.stopped = True
-        return "the automatic restart is held"
+        return job
 
     def _bring_down(self, snapshot: UnitSnapshot, task: Task) -> str:
         self.brought_down.add(snapshot.invocation)
