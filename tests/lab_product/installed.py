@@ -162,7 +162,12 @@ class InferenceHost:
         return Client(self.sglang.port, self.sglang.api_key)
 
     def wait_ready(self, deadline_s: float = START_DEADLINE_S) -> None:
-        wait_until(lambda: self.state() == "active/running" and self.client.healthy(), deadline_s, "a healthy server")
+        try:
+            wait_until(
+                lambda: self.state() == "active/running" and self.client.healthy(), deadline_s, "a healthy server"
+            )
+        except AssertionError as in_vain:
+            raise AssertionError(f"{in_vain}; the unit is {self.state()}\n{self.log(200)}") from None
 
     def tokens(self, count: int) -> int:
         """Tokens of a real request; raises OSError where nobody answers."""

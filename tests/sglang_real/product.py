@@ -34,7 +34,7 @@ class Watchdog:
         )
         self.host.write(SETTINGS, settings_text(unit, self.metrics_port, settings))
         self.host.systemctl("daemon-reload")
-        self.host.systemctl("start", SERVICE)
+        self.host.systemctl("restart", SERVICE)  # it may run with another test's settings
 
     def alerts(self, unit: str) -> list[dict[str, Any]]:
         """The journal alerts about the unit, in order."""

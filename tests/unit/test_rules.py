@@ -364,19 +364,6 @@ def test_what_was_stopped_while_it_was_held_is_not_handed_back(host: Rules) -> N
     assert host.oracle.broken == []
 
 
-def test_a_stop_in_the_instant_after_our_own_is_obeyed(host: Rules) -> None:
-    """The witness left with our stop, and is not back yet."""
-    host.the_operator_deploys(10, True, True)
-    for _ in range(1000):
-        host.daemon.run_for(0.01)
-        if host.oracle.held_by_us:
-            break
-    host.the_operator_stops()
-    host.daemon.run_for(60)
-    assert host.world.running is None
-    assert host.oracle.broken == []
-
-
 def test_a_person_who_insists_is_held_once_the_budget_is_spent(host: Rules) -> None:
     host.the_operator_insists(12.0)
     assert len(host.oracle.recoveries) == 2

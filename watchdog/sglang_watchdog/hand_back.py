@@ -84,6 +84,7 @@ def hand_back(
     intents = ledger.intents(incident.id)
     if not owes_a_start(intents):
         return f"{incident.unit}: nothing is owed for incident {incident.id}."
+    theirs = theirs or _was_started_since(incident, intents, systemd.snapshot(incident.unit))
     if of_earlier_boot(incident, ledger):
         closed = ledger.close_incident(incident, Outcome.YIELDED, f"{REBOOTED}, so that nothing is owed any more.")
     else:
@@ -93,6 +94,14 @@ def hand_back(
     tell(closed)
     ledger.told(closed)
     return f"{incident.unit}: {closed.reason}"
+
+
+def _was_started_since(incident: Incident, intents: list[Intent], snapshot: UnitSnapshot) -> bool:
+    """Whether a start that no intent tells of has followed the launch that was held: ours, of which a ledger that could
+    not be written knows nothing, or somebody's. It sets systemd's count of automatic restarts to 0; one of those, which
+    we may have brought down, does not."""
+    told = any(intent.step is Step.START for intent in intents)
+    return not told and snapshot.invocation not in ("", incident.invocation) and snapshot.restarts == 0
 
 
 def of_earlier_boot(incident: Incident, ledger: Ledger) -> bool:
