@@ -1,4 +1,5 @@
-"""A server that hangs, on the simulated host of the rules: interleavings of their own."""
+"""More interleavings of their own on the simulated host of the rules: a server that hangs, a stop in the instant after
+our own."""
 
 from collections.abc import Callable, Iterator
 
@@ -197,3 +198,16 @@ def wait(host: Rules, condition: Callable[[], bool]) -> None:
             return
         host.daemon.run_for(0.05)
     raise AssertionError("it does not come to that")
+
+
+def test_a_stop_in_the_instant_after_our_own_is_obeyed(host: Rules) -> None:
+    """The witness left with our stop, and is not back yet."""
+    host.the_operator_deploys(10, True, True)
+    for _ in range(1000):
+        host.daemon.run_for(0.01)
+        if host.oracle.held_by_us:
+            break
+    host.the_operator_stops()
+    host.daemon.run_for(60)
+    assert host.world.running is None
+    assert host.oracle.broken == []

@@ -4,6 +4,7 @@ The diagnosis and the plan are pure; this is what stands between them and the wo
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -182,22 +183,13 @@ class Inquest:
             )
         history = ledger.incidents(self._unit)
         left = await self._cards.left_overs(snapshot)
-        day = now - max(DAY_S, self._settings.rollback_window)
         return decide(
             diagnosis,
-            Facts(
-                now=now,
-                act=self._settings.act and self._parts.may_act,
-                running=launch.config,
+            self._facts(launch, now)(
                 known_good=known_good,
                 ceilings=tuple(ceiling.config for ceiling in ledger.ceilings(self._unit, base)),
-                starts=tuple(ledger.starts(self._unit, day)),
                 history=tuple(past for past in history if past.id != incident.id),
-                rollbacks=tuple(ledger.rollbacks(self._unit, day)),
-                proven=ledger.last_proof(self._unit),
-                budget=_budget(self._settings),
-                paused=self._pausing.in_words(),
-                several_nodes=launch.several_nodes or self._settings.several_nodes,
+                rollbacks=tuple(ledger.rollbacks(self._unit, self._day(now))),
                 operator_stopped=(snapshot.active_state is ActiveState.INACTIVE and not snapshot.refused)
                 or witness.saw_a_stop(self._parts.systemd, ledger, snapshot),
                 left_overs=bool(left.end),
@@ -211,25 +203,35 @@ class Inquest:
         self, launch: LaunchWatch, snapshot: UnitSnapshot, diagnosis: Diagnosis, *, own_watchdog: bool
     ) -> Plan:
         """For a launch that runs and hangs. The cards are not read: it may hang in their driver."""
-        ledger, now = self._parts.ledger, self._parts.clock.now()
         return decide(
             diagnosis,
-            Facts(
-                now=now,
-                act=self._settings.act and self._parts.may_act,
-                running=launch.config,
-                starts=tuple(ledger.starts(self._unit, now - max(DAY_S, self._settings.rollback_window))),
-                proven=ledger.last_proof(self._unit),
-                budget=_budget(self._settings),
-                paused=self._pausing.in_words(),
-                several_nodes=launch.several_nodes or self._settings.several_nodes,
-                operator_stopped=witness.saw_a_stop(self._parts.systemd, ledger, snapshot),
+            self._facts(launch, self._parts.clock.now())(
+                operator_stopped=witness.saw_a_stop(self._parts.systemd, self._parts.ledger, snapshot),
                 hangs=True,
                 restart_unresponsive=self._settings.restart_unresponsive,
                 starting=snapshot.active_state is not ActiveState.ACTIVE,
                 own_watchdog=own_watchdog,
             ),
         )
+
+    def _facts(self, launch: LaunchWatch, now: float) -> "partial[Facts]":
+        """What counts for every plan."""
+        ledger = self._parts.ledger
+        return partial(
+            Facts,
+            now=now,
+            act=self._settings.act and self._parts.may_act,
+            running=launch.config,
+            starts=tuple(ledger.starts(self._unit, self._day(now))),
+            proven=ledger.last_proof(self._unit),
+            budget=_budget(self._settings),
+            paused=self._pausing.in_words(),
+            several_nodes=launch.several_nodes or self._settings.several_nodes,
+        )
+
+    def _day(self, now: float) -> float:
+        """Since when recoveries count, in Unix seconds."""
+        return now - max(DAY_S, self._settings.rollback_window)
 
     def base(self, launch: LaunchWatch) -> str:
         return self.base_of(launch.argv, launch.files)
