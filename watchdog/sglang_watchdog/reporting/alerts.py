@@ -81,10 +81,16 @@ def send(alert: Alert) -> None:
 
 def launch_ended(unit: str, invocation: str, diagnosis: Diagnosis, incident: str = "") -> Alert:
     """What a diagnosis says of an ended launch."""
-    asked = diagnosis.failure == "requested_stop"
+    priority = Priority.NOTICE if diagnosis.failure == "requested_stop" else Priority.ERROR
+    return _diagnosed(AlertId.LAUNCH_ENDED, priority, unit, invocation, diagnosis, incident)
+
+
+def _diagnosed(
+    alert: AlertId, priority: Priority, unit: str, invocation: str, diagnosis: Diagnosis, incident: str
+) -> Alert:
     return Alert(
-        AlertId.LAUNCH_ENDED,
-        Priority.NOTICE if asked else Priority.ERROR,
+        alert,
+        priority,
         unit,
         f"{unit}: {diagnosis.failure}: {diagnosis.summary}",
         incident=incident,
@@ -95,28 +101,12 @@ def launch_ended(unit: str, invocation: str, diagnosis: Diagnosis, incident: str
 
 def stale_definition(unit: str, invocation: str, diagnosis: Diagnosis, incident: str) -> Alert:
     """A running server that runs something else than its definition says."""
-    return Alert(
-        AlertId.STALE_DEFINITION,
-        Priority.WARNING,
-        unit,
-        f"{unit}: {diagnosis.failure}: {diagnosis.summary}",
-        incident=incident,
-        failure=diagnosis.failure,
-        details=(("INVOCATION", invocation), *_of_diagnosis(diagnosis)),
-    )
+    return _diagnosed(AlertId.STALE_DEFINITION, Priority.WARNING, unit, invocation, diagnosis, incident)
 
 
 def unresponsive(unit: str, invocation: str, diagnosis: Diagnosis, incident: str) -> Alert:
     """A launch that runs and makes no progress."""
-    return Alert(
-        AlertId.UNRESPONSIVE,
-        Priority.ERROR,
-        unit,
-        f"{unit}: {diagnosis.failure}: {diagnosis.summary}",
-        incident=incident,
-        failure=diagnosis.failure,
-        details=(("INVOCATION", invocation), *_of_diagnosis(diagnosis)),
-    )
+    return _diagnosed(AlertId.UNRESPONSIVE, Priority.ERROR, unit, invocation, diagnosis, incident)
 
 
 def responsive_again(unit: str, invocation: str, message: str) -> Alert:
