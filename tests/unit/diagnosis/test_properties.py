@@ -14,7 +14,7 @@ from corpus_cases import INVOCATION, CorpusCase, everything, recorded, reported,
 from fuzz.one_input import FOUND, SHOW, check
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.engine import diagnose
-from sglang_watchdog.diagnosis.entries import read_journal
+from sglang_watchdog.diagnosis.entries import entry_of, parse_entry, read_journal
 from sglang_watchdog.diagnosis.launches import read_launch
 from sglang_watchdog.diagnosis.plain import read_text
 from sglang_watchdog.diagnosis.show import parse_show
@@ -189,6 +189,14 @@ _VALUES = st.recursive(
 @given(st.lists(st.dictionaries(_FIELDS, _VALUES, max_size=8), max_size=8))
 def test_any_journal_fields_are_diagnosed_or_refused(entries: list[Entry]) -> None:
     check(b"{" + "\n".join(map(json.dumps, entries)).encode())
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.dictionaries(_FIELDS, _VALUES, max_size=8), st.sampled_from(["", "data: ", "\0\0", "\x1e"]))
+def test_an_entry_is_the_same_whichever_reader_of_json_takes_it(fields: Entry, before: str) -> None:
+    """What stands before an entry is for the one that reads damaged lines."""
+    fields["__REALTIME_TIMESTAMP"] = "1764460000000000"
+    assert parse_entry(f"{before}{json.dumps(fields)}\n") == entry_of(fields)
 
 
 def test_the_corpus_and_what_the_fuzzer_found_keep_the_rules() -> None:

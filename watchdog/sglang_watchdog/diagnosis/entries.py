@@ -4,6 +4,9 @@ fields of an entry however they were written."""
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
+from pydantic_core import SchemaValidator
+from pydantic_core.core_schema import any_schema, typed_dict_field, typed_dict_schema
+
 from sglang_watchdog.diagnosis.leavings import Leavings
 from sglang_watchdog.domain.journal import JournalEntry
 
@@ -15,7 +18,17 @@ _LONGEST_NUMBER = 20
 _LONGEST_LINE = 6 * 1024 * 1024
 
 _WANTED = "Wanted is what `journalctl -o json --all` (or `-o export`) prints; for a plain log use --text"
+_READ = (
+    *("MESSAGE", "__REALTIME_TIMESTAMP", "__CURSOR", "_TRANSPORT", "SYSLOG_IDENTIFIER", "_COMM", "_PID"),
+    *("UNIT", "USER_UNIT", "_SYSTEMD_UNIT", "_SYSTEMD_USER_UNIT"),
+    *("INVOCATION_ID", "USER_INVOCATION_ID", "_SYSTEMD_INVOCATION_ID"),
+    *("MESSAGE_ID", "UNIT_RESULT", "EXIT_CODE", "EXIT_STATUS"),
+)
 _decode = json.JSONDecoder().raw_decode
+# Of some thirty fields only these become objects of Python: of reading a journal, JSON is the largest part.
+_decode_read = SchemaValidator(
+    typed_dict_schema({name: typed_dict_field(any_schema(), required=False) for name in _READ})
+).validate_json
 
 
 class NotAnEntry(ValueError):
@@ -44,18 +57,27 @@ def parse_entry(line: bytes | str) -> JournalEntry:
     """One line of `journalctl -o json`. Raises NotAnEntry."""
     if len(line) > _LONGEST_LINE:
         raise NotAnEntry(f"a line of {len(line)} bytes is no journal entry")
-    text = line if isinstance(line, str) else line.decode("utf-8", "replace")
     try:
-        if not text.startswith("{"):
-            text = _bare(text)
+        fields = _decode_read(line)
+    except ValueError:
+        fields = _decode_damaged(line if isinstance(line, str) else line.decode("utf-8", "replace"))
+    if not ("MESSAGE" in fields or "__REALTIME_TIMESTAMP" in fields):
+        raise NotAnEntry("JSON, but no journal entry")
+    return entry_of(fields)
+
+
+def _decode_damaged(text: str) -> Mapping[str, object]:
+    """The fields of a line that is not JSON and nothing else, or that only Python's reader takes for JSON."""
+    text = _bare(text)
+    try:
         fields, end = _decode(text)
     except (ValueError, RecursionError):
         raise NotAnEntry("not JSON, or cut off") from None
-    if type(fields) is not dict or not ("MESSAGE" in fields or "__REALTIME_TIMESTAMP" in fields):
+    if type(fields) is not dict:
         raise NotAnEntry("JSON, but no journal entry")
-    if len(text) - end > 1 and text[end:].strip("\x00 \t\r\n"):
+    if text[end:].strip("\x00 \t\r\n"):
         raise NotAnEntry("JSON with something else behind it")
-    return entry_of(fields)
+    return fields
 
 
 def _bare(text: str) -> str:
