@@ -4,7 +4,6 @@ our own."""
 from collections.abc import Callable, Iterator
 
 import pytest
-import structlog
 
 from sglang_watchdog.domain.failure import FailureClass
 from sglang_watchdog.domain.incident import Outcome
@@ -12,10 +11,7 @@ from sglang_watchdog.domain.unit import ActiveState
 from sim_host.world import UNIT
 from unit.test_rules import Rules, a_host
 
-
-@pytest.fixture(autouse=True)
-def silent() -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+pytestmark = pytest.mark.usefixtures("silent")
 
 
 @pytest.fixture

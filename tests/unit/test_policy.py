@@ -55,6 +55,7 @@ def past(
     return Incident("id", "sglang.service", "i", opened, failure, "", outcome, steps=steps, target=target, ran=ran)
 
 
+RETRY = (Step.HOLD, Step.FREE, Step.START, Step.VERIFY)
 FACTS = Facts(now=NOW, act=True, running=config(10), known_good=(proven(4),))
 
 
@@ -114,8 +115,8 @@ class TestPort:
         assert (plan.steps, plan.target) == ((Step.HOLD, Step.FREE, Step.START, Step.VERIFY), None)
 
     def test_another_left_over_after_that_is_a_humans_matter(self) -> None:
-        freed = past(FailureClass.PORT_IN_USE, steps=(Step.HOLD, Step.FREE, Step.START, Step.VERIFY))
-        plan = decide(self.VERDICT, replace(FACTS, left_overs=True, history=(freed,)))
+        freed = past(FailureClass.PORT_IN_USE, steps=RETRY)
+        plan = decide(self.VERDICT, replace(FACTS, left_overs=True, history=(freed,), begun=frozenset(RETRY)))
         assert (plan.steps, plan.hold) == ((Step.HOLD,), True)
 
     def test_a_stranger_keeps_the_port_and_no_config_is_changed_for_it(self) -> None:
@@ -137,12 +138,19 @@ class TestHeldMemory:
         assert plan.target is None
 
     def test_the_second_time_in_a_row_it_rolls_back(self) -> None:
-        freed = past(FailureClass.GPU_MEMORY_HELD, steps=(Step.HOLD, Step.FREE, Step.START, Step.VERIFY))
-        assert decide(self.VERDICT, replace(FACTS, left_overs=True, history=(freed,))).target == config(4)
+        freed = past(FailureClass.GPU_MEMORY_HELD, steps=RETRY)
+        facts = replace(FACTS, left_overs=True, history=(freed,), begun=frozenset(RETRY))
+        assert decide(self.VERDICT, facts).target == config(4)
+
+    def test_what_was_planned_and_not_come_to_was_no_try(self) -> None:
+        planned = past(FailureClass.GPU_MEMORY_HELD, steps=RETRY)
+        facts = replace(FACTS, left_overs=True, history=(planned,), begun=frozenset({Step.HOLD}))
+        assert decide(self.VERDICT, facts).steps == RETRY
 
     def test_a_freeing_that_worked_does_not_count_against_the_config(self) -> None:
-        freed = past(FailureClass.GPU_MEMORY_HELD, steps=(Step.HOLD, Step.FREE), outcome=Outcome.RECOVERED)
-        assert decide(self.VERDICT, replace(FACTS, left_overs=True, history=(freed,))).target is None
+        freed = past(FailureClass.GPU_MEMORY_HELD, steps=RETRY, outcome=Outcome.RECOVERED)
+        facts = replace(FACTS, left_overs=True, history=(freed,), begun=frozenset(RETRY))
+        assert decide(self.VERDICT, facts).target is None
 
     def test_a_stranger_that_stays_ends_in_a_config_that_needs_less(self) -> None:
         """Nothing is ours to free, so systemd's own restart was the one try of the same config."""

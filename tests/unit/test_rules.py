@@ -4,15 +4,12 @@ The watcher, the incidents, the executor and the ledger are the product's own; w
 number of steps in all is `SOAK_STEPS`: 10 000 in `make test`, and up to that they are the same ones each time.
 """
 
-import itertools
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import structlog
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -29,7 +26,8 @@ from sim_host.virtual_time import VirtualLoop
 from sim_host.world import DRAIN_S, GIB, UNIT, Stranger, World
 
 STEPS_OF_ONE = 50
-pytestmark = pytest.mark.timeout(900)  # two minutes of CPU for all steps, on a machine that may be busy
+# Two minutes of CPU for all steps, on a machine that may be busy.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("silent")]
 STEPS = int(os.environ.get("SOAK_STEPS", "10000"))
 SAME_UP_TO = 10_000
 QUIET_WITHIN_S = 600
@@ -301,13 +299,6 @@ async def _pause(hand: ByHand, seconds: float) -> str:
     return hand.pause(seconds)
 
 
-@pytest.fixture(autouse=True)
-def silent() -> Iterator[None]:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
-
-
 TestRules = Rules.TestCase
 TestRules.settings = settings(
     max_examples=max(1, STEPS // STEPS_OF_ONE),
@@ -444,48 +435,3 @@ def test_a_start_by_hand_ends_a_recovery_also_where_what_it_started_is_gone_at_o
     assert any(words.startswith(f"{UNIT}: yielded: somebody queued a job") for words in host.said)
     host.daemon.run_for(60)
     assert host.oracle.broken == []
-
-
-def killed_at_each_call(begin: Callable[[Rules], None], end: Callable[[Rules], None], **options: Any) -> int:
-    """Runs `begin` on a host of its own for each call of the product after it, with the daemon killed there, and then
-    `end`. Returns how many calls that were."""
-    for calls in itertools.count(1):
-        host = a_host(**options)
-        begin(host)
-        lives, host.world.kill_in = host.daemon.lives, calls
-        host.daemon.run_for(4)
-        killed, host.world.kill_in = host.daemon.lives > lives, None
-        host.daemon.run_for(20)
-        end(host)
-        host.teardown()
-        if not killed:
-            return calls - 1
-    raise AssertionError("unreachable")
-
-
-def test_the_end_of_an_incident_is_told_also_by_the_daemon_after_the_one_that_closed_it() -> None:
-    def until_tokens_are_due(host: Rules) -> None:
-        host.the_operator_deploys(10, True, True)
-        host.daemon.run_for(5.0)
-        assert host.daemon.ledger.open_incidents()[0].target is not None
-
-    def told(host: Rules) -> None:
-        ends = [words for words in host.said if "serves again, which is not what was asked for" in words]
-        assert 1 <= len(ends) <= 2  # twice where it died before it could write down that it had told
-        assert host.daemon.ledger.untold(UNIT) == []
-
-    assert killed_at_each_call(until_tokens_are_due, told) > 10
-
-
-def test_the_reload_after_an_override_was_taken_away_is_made_also_by_the_next_daemon() -> None:
-    def deploy_other_flags(host: Rules) -> None:
-        host.the_operator_deploys(10, True, True)
-        host.daemon.run_for(30)
-        assert host.world.ours_loaded == 4
-        host.world.on_disk = 3
-        host.world.reload()
-
-    def gone(host: Rules) -> None:
-        assert (host.world.ours_on_disk, host.world.ours_loaded) == (None, None)
-
-    assert killed_at_each_call(deploy_other_flags, gone, drop_in=True) > 10

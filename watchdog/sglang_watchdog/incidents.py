@@ -17,7 +17,7 @@ from sglang_watchdog.cards import Cards
 from sglang_watchdog.domain.errors import BusLost, LedgerError, UnusableInput, WatchdogError
 from sglang_watchdog.domain.failure import Diagnosis, FailureClass
 from sglang_watchdog.domain.gpu import GpuReading
-from sglang_watchdog.domain.incident import Incident, Intent, Outcome, Step
+from sglang_watchdog.domain.incident import UNDONE, Incident, Intent, Outcome, Step
 from sglang_watchdog.domain.launch import Phase
 from sglang_watchdog.domain.secrets import redact_argv
 from sglang_watchdog.domain.speculation import SpeculationConfig
@@ -165,7 +165,7 @@ class Incidents:
             self._close(incident, Outcome.YIELDED, f"{REBOOTED}; {what}.")
 
     def _undone(self, incident: Incident, *, diagnose_again: bool) -> None:
-        self._close(incident, Outcome.REPORTED, "The watchdog ended before it acted.")
+        self._close(incident, Outcome.REPORTED, UNDONE)
         if diagnose_again:
             self._parts.ledger.forget_end(incident.invocation)
 

@@ -181,14 +181,15 @@ class Inquest:
             return Plan(
                 f"{unread} cannot be read, so what was proven cannot be compared; systemd's own policy goes on."
             )
-        history = ledger.incidents(self._unit)
+        history = [past for past in ledger.incidents(self._unit) if past.id != incident.id and not past.undone]
         left = await self._cards.left_overs(snapshot)
         return decide(
             diagnosis,
             self._facts(launch, now)(
                 known_good=known_good,
                 ceilings=tuple(ceiling.config for ceiling in ledger.ceilings(self._unit, base)),
-                history=tuple(past for past in history if past.id != incident.id),
+                history=tuple(history),
+                begun=frozenset(intent.step for past in history[:1] for intent in ledger.intents(past.id)),
                 rollbacks=tuple(ledger.rollbacks(self._unit, self._day(now))),
                 operator_stopped=(snapshot.active_state is ActiveState.INACTIVE and not snapshot.refused)
                 or witness.saw_a_stop(self._parts.systemd, ledger, snapshot),

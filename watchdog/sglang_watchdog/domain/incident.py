@@ -42,6 +42,9 @@ class Intent:
     outcome: str = ""
 
 
+UNDONE = "The watchdog ended before it acted."
+
+
 @dataclass(frozen=True, slots=True)
 class Incident:
     """`ran` is the config that failed (None in records of before 0.1.0); `target` is the one that the plan puts in
@@ -60,3 +63,8 @@ class Incident:
     reason: str = ""
     diagnosis: dict[str, object] = field(default_factory=dict)
     ran: SpeculationConfig | None = None
+
+    @property
+    def undone(self) -> bool:
+        """It says nothing of what was tried: no step of it was begun when the watchdog died, and systemd went on."""
+        return self.reason == UNDONE

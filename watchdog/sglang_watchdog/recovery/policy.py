@@ -90,9 +90,10 @@ class Budget:
 class Facts:
     """What a decision rests on beside the diagnosis. Times are Unix seconds.
 
-    `known_good` has what is best to go back to first. `history` holds the unit's earlier incidents, newest first, and
-    `rollbacks` those of them that changed the config, of the last day at least. `proven` is when a config of the unit
-    was last proven: from then on the budget of the window counts anew, the day's does not.
+    `known_good` has what is best to go back to first. `history` holds the unit's earlier incidents, newest first, but
+    for those that a death of the watchdog left undone, `begun` the steps of the newest that were begun, and
+    `rollbacks` those that changed the config, of the last day at least. `proven` is when a config of the unit was last
+    proven: from then on the budget of the window counts anew, the day's does not.
     """
 
     now: float
@@ -101,6 +102,7 @@ class Facts:
     known_good: tuple[KnownGood, ...] = ()
     ceilings: tuple[SpeculationConfig, ...] = ()
     history: tuple[Incident, ...] = ()
+    begun: frozenset[Step] = frozenset()
     rollbacks: tuple[Incident, ...] = ()
     starts: tuple[float, ...] = ()  # when the watchdog began to start the unit, of the last day at least
     proven: float = 0.0
@@ -211,7 +213,7 @@ def _free_and_retry(diagnosis: Diagnosis, facts: Facts) -> Plan:
     tried = _tried_before(diagnosis.failure, facts)
     if tried and diagnosis.rollback_helps is not False and _target(diagnosis, facts) is not None:
         return _roll_back(diagnosis, facts)
-    if tried and Step.FREE in facts.history[0].steps:
+    if tried and Step.FREE in facts.begun:
         return Plan("The cards were freed once and the same config failed again.", (Step.HOLD,), hold=True)
     if not facts.left_overs:
         strangers = f"{_IN_THE_WAY[diagnosis.failure]}: a human has to decide."
@@ -228,6 +230,7 @@ def _tried_before(failure: FailureClass, facts: Facts) -> bool:
         last is not None
         and last.failure is failure
         and last.outcome in (Outcome.FAILED, Outcome.REPORTED)
+        and (not last.steps or Step.FREE in facts.begun)
         and facts.now - last.opened < facts.budget.window
     )
 
