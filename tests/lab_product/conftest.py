@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from lab.host import CHECKOUT, LabHost
+from lab_product import podman
 from lab_product.installed import CARDS, PYTHON, STATE, InferenceHost, inference_host
 from lab_product.sglang_unit import OVERRIDES
 
@@ -24,6 +25,15 @@ def inference(lab: LabHost) -> Iterator[Inference]:
     lab.systemctl("stop", "sglang-watchdog.service", "sglang.service", check=False)
     lab.run("sh", "-c", "journalctl --rotate; journalctl --vacuum-time=1ms")
     lab.run("sh", "-c", f"rm -rf {STATE}/* {OVERRIDES} /etc/systemd/system/sglang.service* /run/sim-sglang.control")
+
+
+@pytest.fixture
+def containers(lab: LabHost, inference: Inference) -> Iterator[Inference]:
+    """As `inference`, on a host on which podman works."""
+    podman.set_up(lab)
+    yield inference
+    lab.run("rm", "-f", podman.BEFORE_PODMAN)
+    lab.run("podman", "rm", "--all", "--force", "--time=0", check=False)
 
 
 def proven(host: InferenceHost) -> None:

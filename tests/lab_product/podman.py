@@ -16,7 +16,7 @@ from lab_product.sglang_unit import MODEL
 PODMAN = "/usr/bin/podman"
 # Found before the real one by whoever looks along systemd's path.
 BEFORE_PODMAN = "/usr/local/sbin/podman"
-_ROOT = "/srv/container"
+ROOT = "/srv/container"
 _LINKS = ("bin", "sbin", "lib", "lib64")
 # A host in a container of its own has neither a kernel keyring nor a group of pids to give, and no overlay on overlay.
 _CONTAINERS = "[containers]\nkeyring=false\npids_limit=0\n"
@@ -27,7 +27,7 @@ def set_up(host: LabHost) -> None:
     host.write("/etc/containers/containers.conf", _CONTAINERS)
     host.write("/etc/containers/storage.conf", _STORAGE)
     links = " ".join(f"ln -sfn usr/{name} {name};" for name in _LINKS)
-    host.run("sh", "-c", f"mkdir -p {_ROOT}/usr {_ROOT}/etc {_ROOT}/run {_ROOT}/tmp {MODEL}; cd {_ROOT}; {links}")
+    host.run("sh", "-c", f"mkdir -p {ROOT}/usr {ROOT}/etc {ROOT}/run {ROOT}/tmp {MODEL}; cd {ROOT}; {links}")
 
 
 def run(*options: str, variables: Iterable[str] = ()) -> tuple[str, ...]:
@@ -36,4 +36,4 @@ def run(*options: str, variables: Iterable[str] = ()) -> tuple[str, ...]:
     volumes = [f"--volume={path}:{path}:ro" for path in ("/usr", *seen)] + [f"--volume={CARDS}:{CARDS}"]
     environment = [f"--env={name}" for name in variables]
     shared = ("--privileged", "--network=host", "--pid=host", f"--workdir={os.sep}")
-    return (PODMAN, "run", *options, *shared, *volumes, *environment, "--rootfs", _ROOT)
+    return (PODMAN, "run", *options, *shared, *volumes, *environment, "--rootfs", ROOT)

@@ -22,14 +22,6 @@ SIMULATION = Simulation(nvml=CARDS)
 HELD = 2 * GIB
 
 
-@pytest.fixture
-def containers(lab: LabHost, inference: Inference) -> Iterator[Inference]:
-    podman.set_up(lab)
-    yield inference
-    lab.run("rm", "-f", podman.BEFORE_PODMAN)
-    lab.run("podman", "rm", "--all", "--force", "--time=0", check=False)
-
-
 @contextmanager
 def in_container(inference: Inference) -> Iterator[InferenceHost]:
     """A server in a container, proven, beside one of somebody else's that holds memory too. Its stop times out at

@@ -15,6 +15,7 @@ FOLDER = "/etc/sglang-watchdog"
 PLAIN = "t-setup-plain.service"
 SCRIPTED = "t-setup-scripted.service"
 BOXED = "t-setup-boxed.service"
+QUADLET = "t-setup-quadlet.service"
 EXAMPLE = "t-setup-example.service"
 SECRET = "very-secret-7731"
 UNITS = {
@@ -25,7 +26,11 @@ ExecStart=/usr/bin/env sh -c 'trap "" TERM; while :; do sleep 0.2; done' -m sgla
 TimeoutStopSec=1
 """,
     SCRIPTED: "[Service]\nExecStart=/opt/serve-t-setup\nRestart=always\nKillMode=mixed\nTimeoutStopSec=300\n",
-    BOXED: "[Service]\nExecStart=/usr/bin/docker run --name q lmsysorg/sglang:v0.5.16 sglang serve\n",
+    BOXED: "[Service]\nExecStart=/usr/bin/docker run --name q lmsysorg/sglang:v0.5.16 /serve\n",
+    QUADLET: """[Service]
+Type=notify
+ExecStart=/usr/bin/podman run --rm -d lmsysorg/sglang sglang serve --model-path /m --speculative-num-steps 4
+""",
     EXAMPLE: """[Service]
 EnvironmentFile=-/etc/default/t-setup
 EnvironmentFile=-/var/lib/sglang-watchdog/overrides/%n.env
@@ -135,7 +140,7 @@ def test_a_well_made_unit_is_told_where_its_flags_come_from(host: LabHost, setti
     assert "Nothing to recommend." in said
 
 
-@pytest.mark.parametrize(("unit", "why"), [(SCRIPTED, "are in a script"), (BOXED, "inside a container")])
+@pytest.mark.parametrize(("unit", "why"), [(SCRIPTED, "are in a script"), (BOXED, "no SGLang command is to be seen")])
 def test_a_hidden_command_is_observed_and_why_it_is_no_more_is_said(
     host: LabHost,
     settings: str,  # noqa: ARG001
@@ -145,6 +150,15 @@ def test_a_hidden_command_is_observed_and_why_it_is_no_more_is_said(
     said = about(setup(host, "--dry-run"), unit)
     assert f"{why}" in said.split("rollback", 1)[1].splitlines()[0]
     assert "\n        ExecStart=" not in said
+
+
+def test_a_command_that_is_seen_in_a_container_can_be_given_other_flags(host: LabHost, settings: str) -> None:  # noqa: ARG001
+    said = about(setup(host, "--dry-run"), QUADLET)
+    assert "(the server runs in a container)" in said
+    assert "flags     steps 4, on the ExecStart= line" in said
+    assert "rollback  by drop-in" in said
+    assert "--stop-timeout=90" in said
+    assert "Type=" not in said
 
 
 def test_a_unit_that_is_not_there_is_an_error_in_one_line(host: LabHost, settings: str) -> None:  # noqa: ARG001

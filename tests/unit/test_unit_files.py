@@ -373,3 +373,47 @@ class TestVerify:
     def test_a_tool_that_is_missing_is_named(self) -> None:
         with pytest.raises(UnusableInput, match="cannot be run: No such file"):
             asyncio.run(override._run(["/nowhere/systemd-analyze", "verify"], 1))
+
+
+def quadlet(host: Host, words: str, *, image: str = "lmsysorg/sglang") -> UnitSnapshot:
+    """A unit as podman 5.4.2 generates it, of a file that asks for the same."""
+    section = f"Image={image}\nExec={words}\n"
+    source = host.write(host.etc / "sglang-big.container", f"[Container]\n{section}")
+    client = f"/usr/bin/podman run --name systemd-%N --rm -d {image}"
+    host.write(host.lib / UNIT, f"[X-Container]\n{section}\n[Service]\nExecStart={client} {words}\n")
+    return replace(host.loaded(), source=str(source))
+
+
+INSIDE = "python3 -m sglang.launch_server --model-path /models/%N"
+
+
+def test_of_a_generated_unit_the_file_that_it_is_generated_of_tells_what_a_start_will_run(host: Host) -> None:
+    unit = quadlet(host, f"{INSIDE} {STEPS_10}")
+    loaded = definition(unit)
+    before = intended_config(unit, NONE_MANAGED)
+    assert before is not None
+    assert before.steps == 10
+    host.write(Path(unit.source), Path(unit.source).read_text().replace("steps 10", "steps 2"))
+    edited = replace(unit, need_daemon_reload=True)
+    intended = intended_config(edited, NONE_MANAGED)
+    assert intended is not None
+    assert intended.steps == 2
+    command = on_disk(edited).command
+    assert command is not None
+    assert command.words[:4] == ("/usr/bin/podman", "run", "--name", "systemd-sglang-big")
+    assert loaded.differs_from(definition_on_disk(edited)) == (unit.source,)
+
+
+@pytest.mark.parametrize(
+    "edit", [("lmsysorg/sglang", "lmsysorg/sglang:dev"), ("Exec=", "Exec='")], ids=["image", "quote"]
+)
+def test_what_else_podman_would_generate_is_not_guessed(host: Host, edit: tuple[str, str]) -> None:
+    unit = quadlet(host, f"{INSIDE} {STEPS_10}")
+    host.write(Path(unit.source), Path(unit.source).read_text().replace(*edit))
+    assert intended_config(replace(unit, need_daemon_reload=True), NONE_MANAGED) is None
+
+
+def test_a_generated_unit_whose_file_is_gone_will_run_nothing_that_is_known(host: Host) -> None:
+    unit = quadlet(host, f"{INSIDE} {STEPS_10}")
+    Path(unit.source).unlink()
+    assert intended_config(unit, NONE_MANAGED) is None

@@ -19,6 +19,7 @@ from sglang_watchdog.domain.unit import UnitSnapshot
 from sglang_watchdog.host import containers, processes
 from sglang_watchdog.host.journal import Journal
 from sglang_watchdog.host.server_files import ServerFiles
+from sglang_watchdog.host.unit_files import loaded_argv
 
 # Before it executes the command, the main process is systemd's own: under the command's name in parentheses (252), or
 # as systemd-executor (from 255 on).
@@ -136,10 +137,7 @@ class LaunchWatch:
         if snapshot.invocation != self.invocation:
             return
         if snapshot.main_pid:
-            argv = processes.command_line(snapshot.main_pid)
-            if is_executed(argv) and (self.cuda is None or argv != self.raw_argv):
-                self.cuda = processes.variables(snapshot.main_pid, visible.VARIABLES)
-                self._runs(argv)
+            self._see_main(snapshot)
         if not snapshot.control_group:
             return
         phase = self._reader.phase
@@ -155,6 +153,15 @@ class LaunchWatch:
                 self._processes[process] = RecordedProcess(process, processes.name(process.pid), phase)
         if len(self._processes) > _MOST_PROCESSES:
             self._processes = {one: seen for one, seen in self._processes.items() if processes.lives(one)}
+
+    def _see_main(self, snapshot: UnitSnapshot) -> None:
+        argv = processes.command_line(snapshot.main_pid)
+        if containers.is_monitor(snapshot.main_pid):
+            if not self.raw_argv:
+                self._runs(_begun_by(snapshot))
+        elif is_executed(argv) and (self.cuda is None or argv != self.raw_argv):
+            self.cuda = processes.variables(snapshot.main_pid, visible.VARIABLES)
+            self._runs(argv)
 
     def record(self) -> Launch:
         """The launch as the ledger keeps it, secrets removed."""
@@ -195,6 +202,14 @@ def _files_of(known: Launch | None) -> ServerFiles | None:
     if known is None or known.model_digest is None:
         return None
     return ServerFiles(known.model_digest, known.version)
+
+
+def _begun_by(snapshot: UnitSnapshot) -> tuple[str, ...]:
+    """The command of a client that started a container and left its monitor behind as the main process, as Quadlet has
+    it. It lives for a fifth of a second. Where it was not seen, it is the command that systemd has loaded, if that is
+    what runs in the container; else empty."""
+    loaded, inside = loaded_argv(snapshot), containers.first_command(snapshot.main_pid)
+    return loaded if inside and loaded[-len(inside) :] == inside else ()
 
 
 def is_executed(argv: Sequence[str]) -> bool:

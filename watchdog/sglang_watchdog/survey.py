@@ -24,7 +24,7 @@ _DRAIN_ENDS = frozenset({MessageId.PROCESS_EXIT, MessageId.UNIT_FAILED, MessageI
 
 
 class Launcher(StrEnum):
-    """Who starts the server. Only what is started directly can be given other flags."""
+    """Who starts the server."""
 
     DIRECT = "direct"
     SCRIPT = "script"
@@ -112,8 +112,8 @@ def advice(found: Found) -> tuple[Advice, ...]:
 
 
 def _type(found: Found) -> Advice | None:
-    if found.service_type not in ("notify", "notify-reload"):
-        return None
+    if found.service_type not in ("notify", "notify-reload") or found.launcher is Launcher.CONTAINER:
+        return None  # podman notifies for what it starts
     return Advice("SGLang never notifies systemd, so every start with Type=notify times out.", ("Type=exec",))
 
 
@@ -147,6 +147,20 @@ def _stop_timeout(found: Found) -> Advice | None:
     )
 
 
+def _stop_by_engine(found: Found) -> Advice | None:
+    """Of a container that its client leaves behind, as Quadlet has it: the engine stops it, by a time of its own."""
+    words = found.command.split()
+    detached = found.launcher is Launcher.CONTAINER and not {"-d", "--detach"}.isdisjoint(words)
+    if not detached or any(word.startswith("--stop-timeout") for word in words):
+        return None
+    wanted = needed_stop_timeout(found.drains)
+    return Advice(
+        f"The engine ends the server 10 s after it was asked to stop, whatever TimeoutStopSec= is: give `podman run` "
+        f"--stop-timeout={wanted} (PodmanArgs= in a .container file).",
+        (),
+    )
+
+
 def needed_stop_timeout(drains: Drains) -> int:
     """Whole seconds, rounded up: the longest drain and then some, twice what was not enough."""
     wanted = max(_LEAST_STOP_S, drains.longest_s + _BEYOND_LONGEST_S, 2 * drains.given_up_s)
@@ -176,7 +190,7 @@ def _by_variable(found: Found) -> Advice | None:
     return Advice(why, found.by_variable)
 
 
-_RULES = (_type, _kill_mode, _stop_timeout, _restart, _environ, _by_variable)
+_RULES = (_type, _kill_mode, _stop_timeout, _stop_by_engine, _restart, _environ, _by_variable)
 
 
 def source_of(variable: str, files: Mapping[str, Mapping[str, str]], environment: Mapping[str, str]) -> str:

@@ -102,7 +102,7 @@ def report(found: Found, watched: str) -> Iterator[str]:
     """What was found of one unit and what is recommended, in lines."""
     yield f"{found.unit}  {found.state}{_HOW[found.launcher]}"
     yield f"    command   {found.command or 'none'}"
-    if found.launcher is Launcher.DIRECT:
+    if found.config:
         yield f"    flags     {found.config}{', ' + found.given if found.given else ''}"
     yield f"    rollback  {found.rollback}"
     yield f"    restart   Restart={found.restart}{_after(found)}"

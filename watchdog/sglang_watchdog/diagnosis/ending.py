@@ -213,7 +213,10 @@ def _stop_forced(ending: Ending, hit: Hit) -> Verdict:
         f"A stop was asked for, the server was still shutting down{with_requests}, and whoever supervises it "
         "ended it with SIGKILL. That says nothing against its configuration.",
         evidence=(*_sigterm(ending), of_hit(hit), *ending.proofs()),
-        advice=("Give the stop more time there (`docker stop --time`, `stopwaitsecs=`, a pod's grace period).",),
+        advice=(
+            "Give the stop more time there (`docker stop --time`, `podman run --stop-timeout`, `stopwaitsecs=`, a "
+            "pod's grace period).",
+        ),
         ruled_out=(
             RuledOut(Class.EXTERNAL_KILL, "the supervisor that stopped it says itself that it sent the SIGKILL"),
         ),

@@ -73,6 +73,7 @@ def _snapshot(rows: Mapping[str, list[str]]) -> UnitSnapshot:
         inactive_exit=_time(text("InactiveExitTimestamp")),
         restarts=_number(text("NRestarts")),
         fragment=text("FragmentPath"),
+        source=text("SourcePath"),
         drop_ins=tuple(text("DropInPaths").split()),
         environment_files=tuple(row.split(" (")[0] for row in rows.get("EnvironmentFiles", []) if row),
         need_daemon_reload=text("NeedDaemonReload") == "yes",

@@ -63,6 +63,7 @@ class UnitSnapshot:
     job: int = 0  # id of the queued job, 0 for none
     job_type: str = ""  # start, stop, restart …; empty where no job is queued
     fragment: str = ""
+    source: str = ""  # the file that a generator made the fragment of
     drop_ins: tuple[str, ...] = ()
     environment_files: tuple[str, ...] = ()
     need_daemon_reload: bool = False

@@ -316,6 +316,7 @@ def _snapshot(unit: str, general: Properties, service: Properties, job_type: str
         job=general.get(b"Job", (0, b""))[0],
         job_type=job_type,
         fragment=_text(general, b"FragmentPath"),
+        source=_text(general, b"SourcePath"),
         drop_ins=tuple(path.decode() for path in general.get(b"DropInPaths") or ()),
         environment_files=tuple(row[0].decode() for row in service.get(b"EnvironmentFiles") or ()),
         need_daemon_reload=bool(general.get(b"NeedDaemonReload")),

@@ -45,11 +45,20 @@ def monitored_by(group: Iterable[ProcessId]) -> Iterator[Container]:
     """Containers whose monitor is among these processes of a unit's cgroup. Of root's alone: another user's podman is
     another engine, and whoever is not root could name a container that is not theirs."""
     for process in group:
-        if processes.name(process.pid) != _MONITOR:
+        if not is_monitor(process.pid):
             continue
         found, facts = monitored(processes.command_line(process.pid)), processes.facts(process.pid)
-        if found and facts is not None and facts.id == process and facts.uid == 0:
+        if facts is not None and facts.id == process and facts.uid == 0:
             yield Container(found, Engine.PODMAN)
+
+
+def is_monitor(pid: int) -> bool:
+    return processes.name(pid) == _MONITOR and bool(monitored(processes.command_line(pid)))
+
+
+def first_command(monitor: int) -> tuple[str, ...]:
+    """Of the container's first process, empty where there is none any more."""
+    return next((line for pid in processes.children(monitor) if (line := processes.command_line(pid))), ())
 
 
 def written_down(command: RunCommand, since: float) -> Container | None:

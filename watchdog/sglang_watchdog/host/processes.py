@@ -128,6 +128,10 @@ def ancestors(pid: int) -> tuple[Ancestor, ...]:
     return tuple(Ancestor(identity, name(identity.pid)) for identity in identities if identity)
 
 
+def children(pid: int) -> tuple[int, ...]:
+    return tuple(map(int, _text(pid, f"task/{pid}/children").split()))
+
+
 def boot_time() -> float:
     """When the machine booted, in Unix seconds by the clock as it is set now (/proc/stat has whole seconds only)."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -101,14 +101,14 @@ def _found(snapshot: UnitSnapshot) -> Found:
     command, environment = operator_command(snapshot)
     argv = _argv(snapshot)
     how = launcher_of(argv, _scripts(argv))
-    seen = how is Launcher.DIRECT and command is not None
+    hidden = how is Launcher.SCRIPT or override.override_obstacle(snapshot)
     return Found(
         unit=snapshot.name,
         state=_state(snapshot),
         launcher=how,
         command=" ".join(redact_argv(argv)),
-        config=SpeculationConfig.of(argv).describe() if seen else "",
-        given=_given(snapshot, command, environment) if seen and command else "",
+        config="" if hidden else SpeculationConfig.of(argv).describe(),
+        given=_given(snapshot, command, environment) if command and not hidden else "",
         rollback=_rollback(snapshot, how),
         service_type=snapshot.service_type,
         restart=snapshot.restart,
@@ -117,7 +117,7 @@ def _found(snapshot: UnitSnapshot) -> Found:
         stop_timeout=snapshot.stop_timeout,
         keeps_environ=environment.get("SPT_NOENV") == "1",
         drains=drains(snapshot.name),
-        by_variable=_by_variable(snapshot, command, environment) if seen and command else (),
+        by_variable=_by_variable(snapshot, command, environment) if command and how is Launcher.DIRECT else (),
     )
 
 
@@ -128,8 +128,6 @@ def _state(snapshot: UnitSnapshot) -> str:
 
 
 def _rollback(snapshot: UnitSnapshot, how: Launcher | None) -> str:
-    if how is Launcher.CONTAINER:
-        return "not possible: the server's flags are inside a container, so only observe it"
     if how is Launcher.SCRIPT:
         return "not possible: the server's flags are in a script; start it directly in ExecStart="
     kind = override.override_kind(snapshot)

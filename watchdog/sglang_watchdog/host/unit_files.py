@@ -18,6 +18,7 @@ from sglang_watchdog.domain.launch import Definition, Shadowed
 from sglang_watchdog.domain.secrets import redact_argv
 from sglang_watchdog.domain.speculation import SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host import quadlet
 from sglang_watchdog.host.unit_syntax import (
     BadSyntax,
     ExecLine,
@@ -84,12 +85,12 @@ class ServiceOnDisk:
 
 
 def definition(snapshot: UnitSnapshot, in_sync: Definition | None = None) -> Definition:
-    """The definition that systemd has loaded: digests of its fragment and drop-ins.
+    """The definition that systemd has loaded: digests of its fragment and drop-ins, and of what it was generated of.
 
     The bytes that were loaded are on disk only while nothing changed since. So where systemd says that a reload is
     due, the digests are those of `in_sync`, the last definition taken before that (empty where there is none).
     """
-    paths = [path for path in (snapshot.fragment, *snapshot.drop_ins) if path]
+    paths = [path for path in (snapshot.fragment, snapshot.source, *snapshot.drop_ins) if path]
     known = (in_sync.digests if in_sync else {}) if snapshot.need_daemon_reload else {p: _digest(p) for p in paths}
     return Definition(snapshot.fragment, {p: known.get(p, "") for p in paths}, redact_argv(snapshot.exec_start))
 
@@ -97,7 +98,7 @@ def definition(snapshot: UnitSnapshot, in_sync: Definition | None = None) -> Def
 def definition_on_disk(snapshot: UnitSnapshot) -> Definition:
     """The definition that a reload would load now, drop-ins included that systemd has not seen yet."""
     disk = on_disk(snapshot)
-    digests = {path: _digest(path) for path in (disk.fragment, *disk.drop_ins) if path}
+    digests = {path: _digest(path) for path in (disk.fragment, snapshot.source, *disk.drop_ins) if path}
     return Definition(disk.fragment, digests, redact_argv(disk.command.argv) if disk.command else ())
 
 
@@ -115,12 +116,19 @@ def planned_argv(snapshot: UnitSnapshot) -> tuple[str, ...]:
     return tuple(expand(disk.command, disk.environment)) if known and disk.command else ()
 
 
+def loaded_argv(snapshot: UnitSnapshot) -> tuple[str, ...]:
+    """The command that systemd has loaded, variables as the files on disk give them. Empty where it has several."""
+    if snapshot.exec_start_count != 1:
+        return ()
+    return tuple(expand(ExecLine("", snapshot.exec_start), on_disk(snapshot).environment))
+
+
 def disk_changed(snapshot: UnitSnapshot) -> float | None:
     """When the newest of the unit's files came to be what it is now (Unix seconds). The change time of the inode, since
     a copy may carry an old modification time."""
     disk = on_disk(snapshot)
     times = []
-    for path in filter(None, (disk.fragment, *disk.drop_ins, *disk.environment_files)):
+    for path in filter(None, (disk.fragment, snapshot.source, *disk.drop_ins, *disk.environment_files)):
         with contextlib.suppress(OSError):
             times.append(os.stat(path).st_ctime)
     return max(times, default=None)
@@ -166,7 +174,10 @@ def on_disk(snapshot: UnitSnapshot, *, own: bool = True, overrides: Path = OVERR
     fragment = _fragment(snapshot)
     drop_ins = [path for path in _drop_ins(snapshot) if own or path != str(drop_in_of(unit))]
     service = _Service(unit, None if own else str(environment_file_of(unit, overrides)))
-    for path in filter(None, (fragment, *drop_ins)):
+    service.read(_text(fragment))
+    if snapshot.source.endswith(quadlet.SUFFIX):
+        service.regenerate(_text(fragment), _text(snapshot.source))
+    for path in drop_ins:
         service.read(_text(path))
     return service.result(fragment, tuple(drop_ins))
 
@@ -190,6 +201,18 @@ class _Service:
                     self._assign_environment(value)
                 case "EnvironmentFile":
                     self._files = [*self._files, value] if value else []
+
+    def regenerate(self, generated: str, source: str) -> None:
+        """Of a unit that podman generates of a file: the command as it would be after a reload."""
+        if not self._commands:
+            return
+        (line, *_), self._commands = self._commands, None
+        with contextlib.suppress(BadSyntax, Unresolved):
+            if changed := quadlet.changed_words(generated, source):
+                old, new = (tuple(map(self._resolve, words)) for words in changed)
+                kept = len(line.words) - len(old)
+                if line.words[kept:] == old:
+                    self._commands = [ExecLine(line.prefix, (*line.words[:kept], *new))]
 
     def _exec_start(self, value: str) -> None:
         if not value:
