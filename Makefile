@@ -2,6 +2,7 @@
 # Both may be run again at any time.
 PY := .venv/bin/python
 NOT_HERE := sglang_real prometheus deb
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -14,7 +15,10 @@ demo: setup ## the story of one bad deploy, live in the terminal: about a minute
 	@PYTHONPATH=tests $(PY) -m demo
 
 test: setup lint ## everything that needs no GPU and no real SGLang
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests $(NOT_HERE:%=--ignore=tests/%)
+	@$(PYTEST) -m "not faults" tests $(NOT_HERE:%=--ignore=tests/%)
+
+test-faults: setup ## the watchdog killed, the world failing, people acting, all in the middle of a recovery
+	@$(PYTEST) -m faults tests/lab_product
 
 lint: setup ## ruff and mypy
 	@.venv/bin/ruff check .
@@ -58,4 +62,4 @@ test-deb: deb ## the package installed, upgraded, downgraded, removed and purged
 deb: setup ## dist/sglang-watchdog_VERSION_amd64.deb for Debian 12 and 13 (build roots are cached outside the checkout)
 	@packaging/deb.sh
 
-.PHONY: help setup bench demo test lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel deb test-deb
+.PHONY: help setup bench demo test test-faults lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel deb test-deb

@@ -27,7 +27,7 @@ from lab_product.test_reports import TOLD, told, with_hook
 from sglang_watchdog.domain.incident import Step
 from waiting import wait_until
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.faults]
 DROP_IN = f"/etc/systemd/system/{SERVICE}.d/test.conf"
 HAND_BACK = "sglang-watchdog-hand-back.service"
 BACK_S = 20.0

@@ -31,6 +31,7 @@ from waiting import wait_until
 CHOSEN = os.environ.get("CRASH_POINTS", "")
 pytestmark = [
     pytest.mark.lab,
+    pytest.mark.faults,
     pytest.mark.timeout(3600 if CHOSEN == "all" else 900),
 ]
 

@@ -12,7 +12,7 @@ from lab_product.installed import INSTALLED, SERVICE, SETTINGS, SHIPPED, Inferen
 from lab_product.test_operator import ACTING, AT_ONCE, KEPT_S, is_down, let_go, steps_of
 from waiting import wait_until
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.faults]
 GATE = (SHIPPED / "sglang-start-gate.conf").read_text()
 SOON_S = 20.0
 

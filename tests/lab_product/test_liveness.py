@@ -11,7 +11,7 @@ from lab_product.installed import INSTALLED, PYTHON, InferenceHost
 from sim_sglang.simulation import Simulation
 from waiting import wait_until
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.faults]
 BUDGET_S = 5.0  # a request every 1.25 s
 OBSERVING = {"act": False, "soak": 0.5, "serving_budget": BUDGET_S, "loading_budget": 4.0}
 

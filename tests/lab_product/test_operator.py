@@ -19,7 +19,7 @@ from sglang_watchdog.domain.incident import Step
 from sim_sglang.simulation import Simulation
 from waiting import wait_until
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.faults]
 ACTING = {"act": True, "soak": 0.5}
 # What was proven gives its memory back at once, what fails keeps it until the driver is made to let go.
 AT_ONCE = Simulation(driver_lag_s=0.0)

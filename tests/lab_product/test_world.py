@@ -10,7 +10,7 @@ from lab_product.installed import INSTALLED, SERVICE, STATE
 from lab_product.test_operator import ACTING, AT_ONCE, deploy_what_fails, let_go, starts, steps_of
 from sglang_watchdog.reporting.alerts import AlertId
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.faults]
 NONSENSE = "this is no database\n" * 300
 
 

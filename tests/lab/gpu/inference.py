@@ -75,7 +75,7 @@ class Card:
 
 @dataclass
 class GpuInference(InferenceHost):
-    """One card: `gpu` of a bystander is ignored."""
+    """Of a bystander `gpu` is ignored: it takes the first card."""
 
     card: Card
 
@@ -95,7 +95,8 @@ class GpuInference(InferenceHost):
         import pynvml
 
         pynvml.nvmlInit()
-        return [int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)]
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
 
 
 def start_holder(host: LabHost, card: Card, unit: str, command: list[str], environment: Mapping[str, str]) -> None:
@@ -126,6 +127,7 @@ def gpu_inference(
     fraction: str = FRACTION,
     environment: Mapping[str, str] | None = None,
     more_flags: tuple[str, ...] = (),
+    tp: int = 1,
     **definition: Any,
 ) -> Iterator[GpuInference]:
     """A clean journal, the unit (loaded, not started) and the running watchdog; None in `settings` runs none."""
@@ -142,7 +144,7 @@ def gpu_inference(
         steps,
         way,
         flags=(*FLAGS, fraction, *more_flags),
-        tp=1,
+        tp=tp,
         environment=variables,
         **definition,
     )

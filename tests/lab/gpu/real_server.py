@@ -10,6 +10,8 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,9 @@ FLAGS = (
     *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--decode-log-interval", "10"),
     *("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "8"),
 )
+# NVLink multicast must not be used where others share the host's cards.
+PLAIN_NCCL = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 # Kernels are compiled at the first start, and found in CACHES afterwards.
 FIRST_START_S, START_S = 280.0, 150.0
 TOOLCHAIN = ("PATH", "CUDA_HOME", "CUDAHOSTCXX", "LIBRARY_PATH", "CPATH", "CC", "CXX", "TORCH_CUDA_ARCH_LIST")
@@ -134,4 +139,51 @@ def crowded(stage: Stage) -> dict[str, Any]:
     return found
 
 
-REAL_SCENARIOS: dict[str, Scenario] = {"real_story": story, "real_crowded": crowded}
+def ranks(stage: Stage) -> dict[str, Any]:
+    """On two cards: one rank is killed, then the other dies of a segmentation fault, then one is frozen, so that the
+    other waits for it in NCCL until SGLang's own watchdog ends the server. Each time systemd starts it again."""
+    found: dict[str, Any] = {}
+    stage.host.write(f"{MODEL}/config.json", CONFIG.read_text())
+    options = _options("0.3") | {"tp": 2, "more_flags": (*FLAGS, *PLAIN_NCCL, "--watchdog-timeout", "20")}
+    options["environment"] |= NO_MULTICAST
+    with stage.inference(**options) as inference:
+        found["start_s"] = _proven(inference, FIRST_START_S)
+        found["tokens"] = _generated(inference)
+        stage.record(inference, "proven")
+        for rank, number, expected in (
+            (1, signal.SIGKILL, "external_kill"),
+            (0, signal.SIGSEGV, "segfault"),
+            (1, signal.SIGSTOP, "internal_watchdog_hang"),
+        ):
+            before, was = time.time(), inference.invocation()
+            found[f"{number.name} of rank {rank}"] = _signalled(inference, rank, number)
+            asking = threading.Thread(target=_ask_in_vain, args=(inference,), daemon=True)
+            asking.start()
+            with suppress(AssertionError):
+                alert = inference.wait_alert(90, since=before, CLASS=expected)
+                found[expected] = {"after_s": alert.time - before, "says": alert.message}
+            stage.record(inference, expected)
+            stage.expect(expected in found, f"{number.name} of rank {rank} is told as {expected}")
+            wait_until(lambda: _serves_anew(inference, was), START_S, "a healthy server again")
+            found[f"tokens after {number.name}"] = _generated(inference)
+    return found
+
+
+def _signalled(inference: GpuInference, rank: int, number: signal.Signals) -> list[str]:
+    script = (
+        "for p in $(cat /sys/fs/cgroup/system.slice/$1/cgroup.procs); do"
+        " grep -q scheduler_TP$2 /proc/$p/cmdline && kill -$3 $p && echo $p; done"
+    )
+    return inference.host.run("sh", "-c", script, "signal", inference.unit, str(rank), str(int(number))).stdout.split()
+
+
+def _ask_in_vain(inference: GpuInference) -> None:
+    with suppress(OSError, http.client.HTTPException):
+        _generated(inference)
+
+
+def _serves_anew(inference: GpuInference, was: str) -> bool:
+    return inference.invocation() != was and inference.client.healthy()
+
+
+REAL_SCENARIOS: dict[str, Scenario] = {"real_story": story, "real_crowded": crowded, "real_ranks": ranks}

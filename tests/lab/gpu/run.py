@@ -29,7 +29,7 @@ from lab.gpu.scenarios import SCENARIOS, Stage
 from lab.host import LabHost
 
 WORK = Path("/run/gpu-lab")
-SCENARIO_S = 330
+SCENARIO_S = 540
 
 
 class TooLong(Exception):
