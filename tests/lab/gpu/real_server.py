@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def ranks(stage: Stage) -> dict[str, Any]:
                 found[expected] = {"after_s": alert.time - before, "says": alert.message}
             stage.record(inference, expected)
             stage.expect(expected in found, f"{number.name} of rank {rank} is told as {expected}")
-            wait_until(lambda: _serves_anew(inference, was), START_S, "a healthy server again")
+            wait_until(partial(_serves_anew, inference, was), START_S, "a healthy server again")
             found[f"tokens after {number.name}"] = _generated(inference)
     return found
 
