@@ -4,9 +4,10 @@ override that is reverted. In the end a server runs or a human is told, and no i
 import dataclasses
 import os
 import re
+import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from lab_product.test_operator import ACTING, AT_ONCE, deploy_what_fails, is_dow
 from waiting import wait_until
 
 pytestmark = [pytest.mark.lab, pytest.mark.faults]
-FILLER = f"{STATE}/filler"
+FILLER = "filler"
+THIN = "/run/thin"
 SOON_S = 20.0
+Disk = Callable[[LabHost], AbstractContextManager[str]]
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +33,57 @@ def clean_cards(lab: LabHost) -> Iterator[None]:
 
 
 @contextmanager
-def small_disk(host: InferenceHost) -> Iterator[None]:
-    """The state directory is a disk of its own, of 2 MiB."""
-    lab = host.host
-    lab.systemctl("stop", SERVICE)
+def small_disk(lab: LabHost) -> Iterator[str]:
+    """The state directory is a disk of its own, of 2 MiB. Yields the folder that is to be filled."""
     lab.run("mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "small", STATE)
-    lab.systemctl("start", SERVICE)
     try:
-        yield
+        yield STATE
     finally:
-        lab.systemctl("stop", SERVICE, check=False)
         lab.run("umount", "--lazy", STATE)
 
 
-def fill(host: InferenceHost) -> None:
-    host.host.run("sh", "-c", f"cat /dev/zero >{FILLER}", check=False)
+@contextmanager
+def thin_disk(lab: LabHost) -> Iterator[str]:
+    """The state directory lies on a device that has less room than it says: where it cannot take what is written, the
+    kernel reports an I/O error (EIO at fsync), as of a disk that fails. Yields the folder that is to be filled."""
+    image = f"{THIN}/image"
+    lab.run("mkdir", "--parents", THIN)
+    lab.run("mount", "-t", "tmpfs", "-o", "size=6m", "thin", THIN)
+    try:
+        lab.run("sh", "-c", f"truncate --size=32M {image}; mkfs.ext4 -q -O ^has_journal {image}")
+        # Only this machine has loop devices. A detached one is free as soon as nothing is mounted on it.
+        attach = ["losetup", "--find", "--show", f"/proc/{lab.leader}/root{image}"]
+        attached = subprocess.run(attach, capture_output=True, text=True, check=False)
+        if attached.returncode:
+            pytest.skip(f"no loop device: {attached.stderr.strip()}")
+        device = attached.stdout.strip()
+        try:
+            lab.run("mknod", "/dev/thin", "b", "7", device.removeprefix("/dev/loop"))
+            lab.run("mount", "/dev/thin", STATE)
+        finally:
+            subprocess.run(["losetup", "--detach", device], check=True)
+        try:
+            yield THIN
+        finally:
+            lab.run("umount", "--lazy", STATE)
+    finally:
+        lab.run("sh", "-c", f"rm -f /dev/thin; umount --lazy {THIN}")
+
+
+@contextmanager
+def state_on(disk: Disk, host: InferenceHost) -> Iterator[str]:
+    lab = host.host
+    lab.systemctl("stop", SERVICE)
+    with disk(lab) as folder:
+        lab.systemctl("start", SERVICE)
+        try:
+            yield folder
+        finally:
+            lab.systemctl("stop", SERVICE, check=False)
+
+
+def fill(lab: LabHost, folder: str) -> None:
+    lab.run("sh", "-c", f"cat /dev/zero >{folder}/{FILLER}", check=False)
 
 
 def outcomes(host: InferenceHost) -> list[str]:
@@ -52,12 +91,15 @@ def outcomes(host: InferenceHost) -> list[str]:
     return [incident["outcome"] for incident in host.history()["incidents"]]
 
 
-def test_a_disk_that_fills_up_in_the_middle_gives_the_unit_back_and_leaves_nothing_owed(inference: Inference) -> None:
-    with inference(settings=ACTING, simulation=AT_ONCE) as host, small_disk(host):
+@pytest.mark.parametrize("disk", [small_disk, thin_disk], ids=["full", "failing"])
+def test_a_disk_that_gives_out_in_the_middle_gives_the_unit_back_and_leaves_nothing_owed(
+    inference: Inference, disk: Disk
+) -> None:
+    with inference(settings=ACTING, simulation=AT_ONCE) as host, state_on(disk, host) as folder:
         proven(host)
         deploy_what_fails(host)
         before = starts(host)
-        fill(host)
+        fill(host.host, folder)
         let_go(host.host)
         assert "the unit was held, and is started" in host.wait_alert(OUTCOME="failed").message
         wait_until(lambda: starts(host) > before, SOON_S, "the unit is started")
@@ -66,7 +108,7 @@ def test_a_disk_that_fills_up_in_the_middle_gives_the_unit_back_and_leaves_nothi
         host.host.systemctl("restart", SERVICE)  # what is owed is handed back on the way out
         assert is_down(host)
         let_go(host.host)
-        host.host.run("rm", FILLER)
+        host.host.run("rm", f"{folder}/{FILLER}")
         host.host.systemctl("restart", SERVICE)
         host.change(steps=4, simulation=AT_ONCE)
         host.reload()
@@ -79,7 +121,7 @@ def test_a_disk_that_fills_up_in_the_middle_gives_the_unit_back_and_leaves_nothi
 
 
 def test_a_state_directory_that_cannot_be_written_leaves_a_watchdog_that_observes(inference: Inference) -> None:
-    with inference(settings=ACTING, simulation=AT_ONCE, restart="no") as host, small_disk(host):
+    with inference(settings=ACTING, simulation=AT_ONCE, restart="no") as host, state_on(small_disk, host):
         proven(host)
         host.host.systemctl("stop", SERVICE)
         host.host.run("mount", "-o", "remount,ro", STATE)

@@ -191,7 +191,7 @@ class Daemon:
 
     def _hand_back_all(self, ledger: Ledger) -> None:
         """On our way out: what is held is started, over a new connection where the old one is gone."""
-        incidents, witnessed = ledger.open_incidents(), ledger.witnessed()
+        incidents, witnessed = ledger.open_incidents(), set(ledger.witnessed())
         if not incidents and not witnessed:
             return
         systemd = Systemd()
@@ -201,6 +201,7 @@ class Daemon:
             for incident in incidents:
                 watcher = self._watchers.get(incident.unit)
                 if watcher is not None and watcher.incidents.is_over(incident.id):
+                    witnessed.discard(incident.unit)  # the next daemon has to see what came after it
                     continue
                 theirs = watcher is not None and bool(watcher.incidents.jobs.foreign)
                 sentence = hand_back(incident, ledger, systemd, theirs=theirs, tell=tell)

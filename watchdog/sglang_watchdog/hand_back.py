@@ -84,7 +84,7 @@ def hand_back(
     intents = ledger.intents(incident.id)
     if not owes_a_start(intents):
         return f"{incident.unit}: nothing is owed for incident {incident.id}."
-    theirs = theirs or _was_started_since(incident, intents, systemd.snapshot(incident.unit))
+    theirs = theirs or was_started_since(incident, intents, systemd.snapshot(incident.unit), ledger)
     if of_earlier_boot(incident, ledger):
         closed = ledger.close_incident(incident, Outcome.YIELDED, f"{REBOOTED}, so that nothing is owed any more.")
     else:
@@ -96,12 +96,18 @@ def hand_back(
     return f"{incident.unit}: {closed.reason}"
 
 
-def _was_started_since(incident: Incident, intents: list[Intent], snapshot: UnitSnapshot) -> bool:
+def was_started_since(incident: Incident, intents: list[Intent], snapshot: UnitSnapshot, ledger: Ledger) -> bool:
     """Whether a start that no intent tells of has followed the launch that was held: ours, of which a ledger that could
-    not be written knows nothing, or somebody's. It sets systemd's count of automatic restarts to 0; one of those, which
-    we may have brought down, does not."""
-    told = any(intent.step is Step.START for intent in intents)
-    return not told and snapshot.invocation not in ("", incident.invocation) and snapshot.restarts == 0
+    not be written knows nothing, or somebody's.
+
+    Once a hold is done, the witness stands for the newest launch that it brought down. Until then an automatic restart
+    may have been brought down by us; a start by hand sets systemd's count of those to 0."""
+    if any(intent.step is Step.START for intent in intents):
+        return False
+    held = any(intent.step is Step.HOLD and intent.finished for intent in intents)
+    if held and (last := ledger.witness(incident.unit)):
+        return snapshot.invocation not in ("", last)
+    return snapshot.invocation not in ("", incident.invocation) and snapshot.restarts == 0
 
 
 def of_earlier_boot(incident: Incident, ledger: Ledger) -> bool:

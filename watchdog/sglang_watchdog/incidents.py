@@ -30,6 +30,7 @@ from sglang_watchdog.hand_back import (
     owes_a_start,
     settled,
     start_if_down,
+    was_started_since,
 )
 from sglang_watchdog.host import processes
 from sglang_watchdog.host.server import address_of
@@ -142,6 +143,8 @@ class Incidents:
             self._close(incident, Outcome.FAILED, "What it started ended while the watchdog was away.")
         elif Step.HOLD not in begun:
             self._close(incident, Outcome.REPORTED, "The watchdog ended in the middle; nothing was held.")
+        elif was_started_since(incident, intents, snapshot, self._parts.ledger):
+            self._close(incident, Outcome.YIELDED, "The unit was started while the watchdog was away, and ended.")
         else:
             await self._take_up(incident, snapshot)
 
