@@ -36,6 +36,8 @@ KERNEL_WORDS = ("oom-kill:", "Memory cgroup out of memory", "memory.oom.group")
 SIMULATED = "recorded: simulated SGLang 0.5.16 with real CUDA allocations on one H200, systemd 252 with cgroup v2"
 REAL = "recorded: SGLang 0.5.16, hybrid dummy model, one H200, systemd 252, watched by sglang-watchdog"
 
+TWO_CARDS = REAL.replace("one H200", "tensor parallel on two H200")
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -61,6 +63,9 @@ WANTED = (
     Wanted("weights_beside_left_over", "night", "gpu_memory_held", False, incident="gpu_memory_held"),
     Wanted("real_steps_10", "real_story", "kv_cache_oom", True, REAL, incident="kv_cache_oom"),
     Wanted("real_frozen_stop", "real_crowded", "stop_timeout_sigkill", False, REAL),
+    # The other rank found the connection closed before SGLang looked at its children, so that no line names the kill.
+    Wanted("real_rank_killed", "real_ranks", "unknown", None, TWO_CARDS, incident="unknown", also=("external_kill",)),
+    Wanted("real_ranks_hang", "real_ranks", "internal_watchdog_hang", None, TWO_CARDS),
 )
 
 

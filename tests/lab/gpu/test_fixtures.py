@@ -28,7 +28,7 @@ def test_a_launch_recorded_on_a_gpu_is_called_what_it_was(path: Path) -> None:
     diagnosis = case.diagnosis()
     assert diagnosis.failure == case.expected
     assert diagnosis.rollback_helps is case.rollback_helps
-    assert diagnosis.confidence >= 0.85
+    assert diagnosis.confidence == 0.3 if case.expected == "unknown" else diagnosis.confidence >= 0.85
 
 
 def test_there_are_cases_of_a_real_server_and_of_real_allocations() -> None:

@@ -4,6 +4,7 @@ from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.ending import Ending, client_kill, start_timeout
 from sglang_watchdog.diagnosis.manager import Said, Word
 from sglang_watchdog.diagnosis.signatures import Meaning
+from sglang_watchdog.diagnosis.timeline import Timeline
 from sglang_watchdog.diagnosis.verdict import Verdict, of_hit, of_said, of_unit
 from sglang_watchdog.domain.evidence import Evidence
 from sglang_watchdog.domain.failure import FailureClass as Class
@@ -229,7 +230,7 @@ def unknown(case: Case, ending: Ending) -> Verdict:
     """The honest answer, with what can be said."""
     words = _unknown_words(case, ending)
     seen: list[Said] = [s for s in (case.timeline.word(Word.WATCHDOG),) if s]
-    telling = (Meaning.CHILD_DIED, Meaning.OTHER_RANK, Meaning.OWN_KILL, Meaning.NAME_TAKEN)
+    telling = (Meaning.CHILD_DIED, Meaning.OTHER_RANK, Meaning.ECHO, Meaning.OWN_KILL, Meaning.NAME_TAKEN)
     hints = [hit for hit in case.timeline.hits if hit.means in telling][:2]
     return Verdict(
         Class.UNKNOWN,
@@ -245,6 +246,18 @@ def _not_memory(case: Case) -> tuple[RuledOut, ...]:
     if case.timeline.first(Meaning.CHILD_DIED, Meaning.OWN_KILL) and not kernel_unseen(case):
         return (RuledOut(Class.HOST_OOM_KILL, "no line of the kernel or of systemd says so; SGLang only guesses it"),)
     return ()
+
+
+def _own_kill_words(timeline: Timeline) -> str:
+    echo = timeline.first(Meaning.ECHO)
+    if echo is None:
+        return (
+            "A process of the server failed and SGLang then killed its own tree; the failure itself is not in this log."
+        )
+    return (
+        f"{echo.rank or 'A process'} lost its connection to another process of the server, which ended without a word "
+        "in this log, as one does that is killed by SIGKILL. SGLang then killed its own tree. Nothing tells who did it."
+    )
 
 
 def _unknown_words(case: Case, ending: Ending) -> str:
@@ -264,9 +277,7 @@ def _unknown_words(case: Case, ending: Ending) -> str:
             "The container's client failed by itself (status 125): no container was started. Its own message says why."
         )
     if ending.own_kill():
-        return (
-            "A process of the server failed and SGLang then killed its own tree; the failure itself is not in this log."
-        )
+        return _own_kill_words(timeline)
     if timeline.first(Meaning.CHILD_DIED):
         return "A process of the server was ended by a signal. Nothing here says who sent it."
     if ending.status == "exited/137":
