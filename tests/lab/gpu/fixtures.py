@@ -65,6 +65,15 @@ WANTED = (
     Wanted("real_frozen_stop", "real_crowded", "stop_timeout_sigkill", False, REAL),
     # The other rank found the connection closed before SGLang looked at its children, so that no line names the kill.
     Wanted("real_rank_killed", "real_ranks", "unknown", None, TWO_CARDS, incident="unknown", also=("external_kill",)),
+    Wanted("real_rank_segfault", "real_ranks", "segfault", None, TWO_CARDS, incident="segfault"),
+    Wanted(
+        "real_rank_frozen",
+        "real_ranks",
+        "internal_watchdog_hang",
+        None,
+        TWO_CARDS,
+        incident="internal_watchdog_hang",
+    ),
     Wanted("real_ranks_hang", "real_ranks", "internal_watchdog_hang", None, TWO_CARDS),
 )
 
