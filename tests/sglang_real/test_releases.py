@@ -28,7 +28,7 @@ SCHEDULER, DETOKENIZER = "sglang::scheduler", "sglang::detokenizer"
 SIGNAL, REFUSED = ("signal", "2", "9"), ("exit-code", "1", "1")
 UNLOADED = ("success", "0", "0")  # a unit that ended well and that nobody refers to: its exit status is forgotten
 # A pool that is larger than the memory that its host has, and smaller than what the machine seems to offer.
-TOO_LARGE = ("--mem-fraction-static", "0.9", "--max-total-tokens", "2500000")
+TOO_LARGE = ("--mem-fraction-static", "0.9", "--max-total-tokens", "8000000")
 SMALL_HOST = int(2.5 * GIB)
 
 
