@@ -155,11 +155,12 @@ class LaunchWatch:
             self._processes = {one: seen for one, seen in self._processes.items() if processes.lives(one)}
 
     def _see_main(self, snapshot: UnitSnapshot) -> None:
-        argv = processes.command_line(snapshot.main_pid)
         if containers.is_monitor(snapshot.main_pid):
             if not self.raw_argv:
                 self._runs(_begun_by(snapshot))
-        elif is_executed(argv) and (self.cuda is None or argv != self.raw_argv):
+            return
+        argv = processes.command_line(snapshot.main_pid)
+        if is_executed(argv) and (self.cuda is None or argv != self.raw_argv):
             self.cuda = processes.variables(snapshot.main_pid, visible.VARIABLES)
             self._runs(argv)
 
