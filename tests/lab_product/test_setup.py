@@ -81,7 +81,7 @@ def test_every_sglang_unit_is_found_and_observed_and_nothing_else(host: LabHost,
     said = setup(host)
     listed = host.run("ls", f"{settings}/config.d").stdout.split()
     assert {name for name in listed if name.startswith("t-setup")} == {
-        f"{unit}.toml" for unit in (PLAIN, SCRIPTED, BOXED, EXAMPLE)
+        f"{unit}.toml" for unit in (PLAIN, SCRIPTED, BOXED, QUADLET, EXAMPLE)
     }
     checked = host.run(COMMAND, "check-config").stdout
     assert f"{PLAIN}: observed only (act is not true)" in checked
