@@ -1,8 +1,11 @@
 """Units whose podman leaves after the start: as Quadlet generates them of a `.container` file (podman 5.4.2), and as
 `podman generate systemd` did before it. The main process is podman's monitor, and podman itself stops the server."""
 
-from collections.abc import Iterator
+import re
+import signal
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +14,7 @@ from lab_product.conftest import Inference, deploy, override, proven
 from lab_product.installed import CARDS, SERVICE, InferenceHost
 from lab_product.sglang_unit import Way
 from sim_sglang.simulation import Simulation
+from waiting import wait_until
 
 pytestmark = pytest.mark.lab
 
@@ -33,12 +37,21 @@ QUADLET = ("--cgroups=split",)
 GENERATED = ("--cgroups=no-conmon",)  # the container in a group of podman's own, its monitor in the unit's
 
 
+ACTING = {"act": True, "soak": 0.5}
+RESTARTING = {**ACTING, "serving_budget": 5.0, "restart_unresponsive": True}
+
+
 @contextmanager
-def unit_of_podman(containers: Inference, *options: str, **unit: object) -> Iterator[InferenceHost]:
-    names = (*SIMULATION.environment(), "PYTHONDONTWRITEBYTECODE")
+def unit_of_podman(
+    containers: Inference,
+    *options: str,
+    settings: Mapping[str, object] = ACTING,
+    simulation: Simulation = SIMULATION,
+    **unit: object,
+) -> Iterator[InferenceHost]:
+    names = (*simulation.environment(), "PYTHONDONTWRITEBYTECODE")
     wrapper = podman.run(*CLIENT, *options, variables=names)
-    acting = {"act": True, "soak": 0.5}
-    with containers(settings=acting, simulation=SIMULATION, wrapper=wrapper, service=SERVICE_LINES, **unit) as host:
+    with containers(settings=settings, simulation=simulation, wrapper=wrapper, service=SERVICE_LINES, **unit) as host:
         yield host
 
 
@@ -62,6 +75,27 @@ def test_a_stop_that_podman_forces_is_told_and_a_bad_config_is_replaced(
         assert "--speculative-num-steps 4" in override(host)
 
 
+@pytest.mark.parametrize("options", [QUADLET, GENERATED], ids=["quadlet", "generated"])
+def test_a_server_whose_scheduler_is_dead_is_ended_with_its_container_and_serves_again(
+    containers: Inference, options: tuple[str, ...]
+) -> None:
+    simulation = replace(SIMULATION, release="0.5.9")  # main stays up
+    with unit_of_podman(containers, *options, settings=RESTARTING, simulation=simulation) as host:
+        proven(host)
+        before = schedulers(host)
+        host.host.run("kill", f"-{int(signal.SIGKILL)}", str(before[0]))
+        alert = host.wait_alert(CLASS="unresponsive")
+        host.wait_alert(since=alert.time, OUTCOME="recovered")
+        assert host.tokens(8) == 8
+        assert not set(before) & set(schedulers(host))
+
+
+def schedulers(host: InferenceHost) -> list[int]:
+    """Pids of the host's own."""
+    shown = host.host.run("podman", "top", f"systemd-{host.unit.removesuffix('.service')}", "pid", "args").stdout
+    return [int(line.split()[0]) for line in shown.splitlines() if "sglang::scheduler" in line]
+
+
 def test_a_watchdog_that_comes_later_knows_what_runs(containers: Inference) -> None:
     with unit_of_podman(containers, *QUADLET) as host:
         host.host.systemctl("stop", SERVICE)
@@ -83,13 +117,29 @@ def test_a_container_file_that_was_edited_without_a_reload_is_a_stale_definition
         assert SOURCE in told.get("EVIDENCE")
 
 
+def test_a_container_file_that_is_edited_takes_the_override_away_and_loads_nothing(containers: Inference) -> None:
+    with unit_of_podman(containers, *QUADLET, way=Way.DROP_IN) as host:
+        generated_of(host, steps=4)
+        host.reload()
+        proven(host)
+        generated_of(host, steps=10)
+        host.reload()
+        host.restart(wait=False)
+        host.wait_alert(OUTCOME="contained")
+        host.host.write(SOURCE, container_file(host, steps=2))
+        wait_until(lambda: override(host) == "", 20, "the override is gone before the operator's reload")
+        assert "a daemon-reload puts them in force" in host.wait_alert(ACTION="withdraw").message
+
+
 def container_file(host: InferenceHost, steps: int, section: str = "Container") -> str:
     words = host.sglang.command_line().partition(f" {podman.ROOT} ")[2]
-    return f"[{section}]\nRootfs={podman.ROOT}\nExec={words.replace('num-steps 4', f'num-steps {steps}')}\n"
+    words = re.sub(r"(--speculative-num-steps) \d+", rf"\1 {steps}", words)
+    return f"[{section}]\nRootfs={podman.ROOT}\nExec={words}\n"
 
 
 def generated_of(host: InferenceHost, steps: int) -> None:
     """The unit's file as the generator leaves it."""
+    host.change(steps=steps)
     host.host.write(SOURCE, container_file(host, steps))
     head = f"[Unit]\nSourcePath={SOURCE}\n{container_file(host, steps, 'X-Container')}"
     host.host.write(host.sglang.file_path, head + host.sglang.text())
