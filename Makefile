@@ -18,7 +18,7 @@ test: setup lint ## everything that needs no GPU and no real SGLang
 	@$(PYTEST) -m "not faults" tests $(NOT_HERE:%=--ignore=tests/%)
 
 test-faults: setup ## the watchdog killed, the world failing, people acting, all in the middle of a recovery
-	@$(PYTEST) -m faults tests/lab_product
+	@$(PYTEST) -m faults tests/lab_product tests/unit
 
 lint: setup ## ruff and mypy
 	@.venv/bin/ruff check .

@@ -12,7 +12,7 @@ from lab_product.installed import INSTALLED, SERVICE, STATE, InferenceHost
 from lab_product.test_operator import ACTING, AT_ONCE, deploy_what_fails, is_down, let_go, starts, steps_of
 from waiting import wait_until
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.faults]
 
 
 @pytest.fixture(autouse=True)

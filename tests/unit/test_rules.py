@@ -1,7 +1,7 @@
 """The rules that never bend, under whatever a host, its systemd, an operator and the daemon's own deaths come up with.
 
 The watcher, the incidents, the executor and the ledger are the product's own; what is below them is `sim_host`. The
-number of steps in all is `SOAK_STEPS`: 10 000 in `make test`, and up to that they are the same ones each time.
+number of steps in all is `SOAK_STEPS`: 10 000 in `make test-faults`, and up to that they are the same ones each time.
 """
 
 import os
@@ -299,7 +299,7 @@ async def _pause(hand: ByHand, seconds: float) -> str:
     return hand.pause(seconds)
 
 
-TestRules = Rules.TestCase
+TestRules = pytest.mark.faults(Rules.TestCase)
 TestRules.settings = settings(
     max_examples=max(1, STEPS // STEPS_OF_ONE),
     stateful_step_count=STEPS_OF_ONE,

@@ -53,6 +53,7 @@ def monitored_by(group: Iterable[ProcessId]) -> Iterator[Container]:
 
 
 def is_monitor(pid: int) -> bool:
+    """Whether it is podman's, of a container that it started."""
     return processes.name(pid) == _MONITOR and bool(monitored(processes.command_line(pid)))
 
 

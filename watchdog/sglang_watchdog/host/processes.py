@@ -129,6 +129,7 @@ def ancestors(pid: int) -> tuple[Ancestor, ...]:
 
 
 def children(pid: int) -> tuple[int, ...]:
+    """Of a process with one thread. Empty where it is gone."""
     return tuple(map(int, _text(pid, f"task/{pid}/children").split()))
 
 
