@@ -1,7 +1,7 @@
 # Two commands do all their own set-up, on a fresh Debian 12 or 13 as root: `make demo` and `make test`.
 # Both may be run again at any time.
 PY := .venv/bin/python
-NOT_HERE := sglang_real prometheus deb
+NOT_HERE := sglang_real docker_real prometheus deb
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 
@@ -46,6 +46,10 @@ test-prometheus: setup ## rules, dashboard and alerts on Debian's Prometheus and
 	@packaging/prometheus.sh
 	@$(PY) -m pytest tests/prometheus
 
+test-docker: setup ## units of a real Docker (65 MB, unpacked in a cache)
+	@packaging/docker.sh >/dev/null
+	@$(PY) -m pytest tests/docker_real
+
 test-sglang-all: setup ## three releases of a real SGLang, and every end that needs no GPU (0.4 GB more, half an hour)
 	@SGLANG_RELEASES="0.5.9 0.5.16 0.5.23" $(PY) -m pytest tests/sglang_real
 
@@ -62,4 +66,4 @@ test-deb: deb ## the package installed, upgraded, downgraded, removed and purged
 deb: setup ## dist/sglang-watchdog_VERSION_amd64.deb for Debian 12 and 13 (build roots are cached outside the checkout)
 	@packaging/deb.sh
 
-.PHONY: help setup bench demo test test-faults lint unit soak test-sglang test-sglang-all crash-points fuzz test-prometheus wheel deb test-deb
+.PHONY: help setup bench demo test test-faults lint unit soak test-sglang test-sglang-all crash-points fuzz test-docker test-prometheus wheel deb test-deb
