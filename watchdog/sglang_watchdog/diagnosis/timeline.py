@@ -234,8 +234,8 @@ class TimelineReader:
         """The launch begins: what the kernel, or oomd, said before was about others. What an earlier one left behind is
         found by this start, before systemd says that it is made."""
         self._began = began
-        for name, kept in self._hits.items():
-            self._hits[name] = [hit for hit in kept if hit.time >= began]
+        later = {name: [hit for hit in kept if hit.time >= began] for name, kept in self._hits.items()}
+        self._hits = {name: kept for name, kept in later.items() if kept}
         self._said = [said for said in self._said if said.time >= began or said.word is Word.LEFT_OVER]
 
     def _manager(self, entry: JournalEntry) -> None:
