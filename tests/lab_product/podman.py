@@ -17,7 +17,7 @@ PODMAN = "/usr/bin/podman"
 # Found before the real one by whoever looks along systemd's path.
 BEFORE_PODMAN = "/usr/local/sbin/podman"
 ROOT = "/srv/container"
-_LINKS = ("bin", "sbin", "lib", "lib64")
+_LINKS = " ".join(f"ln -sfn usr/{name} {name};" for name in ("bin", "sbin", "lib", "lib64"))
 # A host in a container of its own has neither a kernel keyring nor a group of pids to give, and no overlay on overlay.
 _CONTAINERS = "[containers]\nkeyring=false\npids_limit=0\n"
 _STORAGE = '[storage]\ndriver="vfs"\nrunroot="/run/containers/storage"\ngraphroot="/var/lib/containers/storage"\n'
@@ -26,14 +26,22 @@ _STORAGE = '[storage]\ndriver="vfs"\nrunroot="/run/containers/storage"\ngraphroo
 def set_up(host: LabHost) -> None:
     host.write("/etc/containers/containers.conf", _CONTAINERS)
     host.write("/etc/containers/storage.conf", _STORAGE)
-    links = " ".join(f"ln -sfn usr/{name} {name};" for name in _LINKS)
-    host.run("sh", "-c", f"mkdir -p {ROOT}/usr {ROOT}/etc {ROOT}/run {ROOT}/tmp {MODEL}; cd {ROOT}; {links}")
+    make_root(host)
 
 
-def run(*options: str, variables: Iterable[str] = ()) -> tuple[str, ...]:
-    """`variables` go in by name, with the value that the client has."""
+def make_root(host: LabHost) -> None:
+    """ROOT, which holds nothing but links into the host's `/usr` and places for what is mounted."""
+    host.run("sh", "-c", f"mkdir -p {ROOT}/usr {ROOT}/etc {ROOT}/run {ROOT}/tmp {MODEL}; cd {ROOT}; {_LINKS}")
+
+
+def shared_with_host(variables: Iterable[str]) -> tuple[str, ...]:
+    """Options of any engine: network, pids and folders of the host, and variables by name, with the value that the
+    client has."""
     seen = dict.fromkeys(str(path) for path in (CHECKOUT, Path(sys.prefix), Path(MODEL).parent))
     volumes = [f"--volume={path}:{path}:ro" for path in ("/usr", *seen)] + [f"--volume={CARDS}:{CARDS}"]
     environment = [f"--env={name}" for name in variables]
-    shared = ("--privileged", "--network=host", "--pid=host", f"--workdir={os.sep}")
-    return (PODMAN, "run", *options, *shared, *volumes, *environment, "--rootfs", ROOT)
+    return ("--network=host", "--pid=host", f"--workdir={os.sep}", *volumes, *environment)
+
+
+def run(*options: str, variables: Iterable[str] = ()) -> tuple[str, ...]:
+    return (PODMAN, "run", *options, "--privileged", *shared_with_host(variables), "--rootfs", ROOT)
