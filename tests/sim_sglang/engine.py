@@ -128,7 +128,8 @@ class Engine:
                 match source.recv():
                     case Output(tokens, stats):
                         self._hand_out(tokens, stats)
-                    case Info(rid, state):
+                    case Info(rid, state, stats):
+                        self.stats = stats
                         self._answers.pop(rid).put(state)
 
     def _hand_out(self, tokens: list[tuple[str, int, bool]], stats: Stats) -> None:

@@ -81,3 +81,4 @@ class Output:
 class Info:
     rid: str
     internal_state: dict[str, Any]
+    stats: Stats

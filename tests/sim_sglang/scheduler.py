@@ -175,7 +175,7 @@ class Scheduler:
                     self.batch.drop(rid)
                 case AskInfo(rid):
                     assert self.seat.output is not None
-                    self.seat.output.send(Info(rid, self._internal_state()))
+                    self.seat.output.send(Info(rid, self._internal_state(), self._stats()))
                 case Shutdown():
                     return False
         return True

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +70,23 @@ def load(server: Server, requests: int, tokens: int) -> Load:
     return found
 
 
+@contextmanager
+def loaded(server: Server, control: Path, requests: int, tokens: int) -> Iterator[Load]:
+    """Every request is with the scheduler, however slowly they came, and none makes a token until the block ends."""
+    control.write_text("hang_healthy\n")
+    found = load(server, requests, tokens)
+    wait_until(lambda: in_flight(server) == requests, 20, f"{requests} requests are with the scheduler")
+    yield found
+    control.unlink()
+
+
+def in_flight(server: Server) -> int:
+    if server.simulation.release == "0.5.23":
+        ranks = json.loads(server.ask("GET", "/v1/loads")[1])["loads"]
+        return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in ranks)
+    return sum(rank["num_reqs"] for rank in json.loads(server.ask("GET", "/get_load")[1]))
+
+
 # -- a good server
 
 
@@ -95,13 +113,15 @@ def test_the_sweeps_server_looks_and_serves_like_the_real_one(serve: Serve, nvml
     assert b"SPT_NOENV=1" in environment
 
 
-def test_sixteen_requests_share_a_server_of_twelve_slots(serve: Serve) -> None:
+def test_sixteen_requests_share_a_server_of_twelve_slots(serve: Serve, control: Path) -> None:
     server = serve("0.5.9", *SWEEP_FLAGS, "--enable-metrics", profile="hybrid122b").up()
-    sixteen = load(server, 16, 600)
-    server.wait_for("#running-req: 12")
+    with loaded(server, control, 16, 600) as sixteen:
+        pass
     sixteen.join()
     assert (sixteen.answered, sixteen.errors) == (16, [])
-    assert int(max(re.findall(r"#queue-req: (\d+)", server.log()))) >= 1
+    log = server.log()
+    assert max(int(number) for number in re.findall(r"#running-req: (\d+)", log)) == 12
+    assert max(int(number) for number in re.findall(r"#queue-req: (\d+)", log)) == 4
     metrics = server.ask("GET", "/metrics")[1].decode()
     assert re.search(r"^sglang:generation_tokens_total\{.*\} 9\d{3}$", metrics, re.MULTILINE)
 
@@ -215,13 +235,14 @@ def test_a_port_in_use_ends_the_server_after_its_whole_start(
 
 
 @pytest.mark.parametrize(("release", "status"), [("0.5.9", -9), ("0.5.23", 0)])
-def test_a_drain_lets_running_requests_end(serve: Serve, nvml: SimNvml, release: str, status: int) -> None:
+def test_a_drain_lets_running_requests_end(
+    serve: Serve, nvml: SimNvml, control: Path, release: str, status: int
+) -> None:
     server = serve(release).up()
-    three = load(server, 3, 3_000)
-    server.wait_for("#running-req: 3")
-    os.kill(server.pid, signal.SIGTERM)
-    server.wait_for("SIGTERM received. signum=None frame=None. Draining requests and shutting down...")
-    assert server.status("/health") == http.client.SERVICE_UNAVAILABLE
+    with loaded(server, control, 3, 3_000) as three:
+        os.kill(server.pid, signal.SIGTERM)
+        server.wait_for("SIGTERM received. signum=None frame=None. Draining requests and shutting down...")
+        assert server.status("/health") == http.client.SERVICE_UNAVAILABLE
     assert server.exit_status() == status
     three.join()
     assert three.answered == 3
@@ -335,9 +356,10 @@ def test_a_stop_of_an_unhealthy_server_is_forced(serve: Serve) -> None:
 # -- faults while serving
 
 
-def test_a_full_pool_sends_requests_back_to_wait_and_loses_none(serve: Serve) -> None:
+def test_a_full_pool_sends_requests_back_to_wait_and_loses_none(serve: Serve, control: Path) -> None:
     server = serve("0.5.16", *TINY, "--max-total-tokens", "4096").up()
-    three = load(server, 3, 3_500)
+    with loaded(server, control, 3, 3_500) as three:
+        pass
     three.join()
     assert (three.answered, three.generated) == (3, 10_500)
     assert "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: " in server.log()
