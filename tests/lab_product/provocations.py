@@ -36,7 +36,7 @@ REPLAYED = {
 }
 """The recorded case whose kernel line is replayed, and why it is not the kernel's own."""
 END_S = 40.0
-BUSY_TOKENS = 20_000
+BUSY_TOKENS = 200_000
 
 
 @dataclass

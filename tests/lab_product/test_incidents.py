@@ -64,7 +64,7 @@ def test_a_stop_that_outlives_its_timeout_says_what_the_drain_needed_and_rolls_n
 ) -> None:
     with inference(settings=ACTING, timeout_stop_s=1.0) as host:
         proven(host)
-        host.load(4, tokens=20_000)
+        host.load(4, tokens=200_000)
         host.stop()
         alert = host.wait_alert(CLASS="stop_timeout_sigkill")
         assert "4 requests" in alert.message

@@ -68,7 +68,7 @@ def test_a_server_that_answers_200_and_gives_no_tokens_is_unresponsive_and_left_
         load = host.load(2, tokens=30_000)  # for longer than the budget
         wait_until(lambda: load.over, 60, "long requests come to their end")
         assert host.alerts(CLASS="unresponsive") == []
-        host.load(2, tokens=30_000)
+        host.load(2, tokens=100_000)
         time_of_load = asked(host)
         host.ask_for("hang_healthy")
         alert = host.wait_alert(CLASS="unresponsive")
