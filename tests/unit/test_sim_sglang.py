@@ -144,13 +144,16 @@ def test_endpoints_speak_the_three_dialects_and_stream(serve: Serve) -> None:
     assert server.ask("GET", "/metrics")[0] == server.ask("GET", "/ready")[0] == http.client.NOT_FOUND
 
 
-def test_health_is_refused_then_503_then_200(serve: Serve) -> None:
-    server = serve("0.5.16", time_scale=0.05)
-    server.wait_for("Load weight begin")
+def test_health_is_refused_then_503_then_200(serve: Serve, control: Path) -> None:
+    control.write_text("init_hang\n")
+    server = serve("0.5.16")
+    server.wait_for("Load weight end")
     with pytest.raises(ConnectionRefusedError):
         server.status("/health")
+    control.write_text("hang\n")
     server.wait_for("Uvicorn running on")
     assert server.status("/health") == http.client.SERVICE_UNAVAILABLE
+    control.unlink()
     server.up()
     assert server.status("/health") == http.client.OK
 
