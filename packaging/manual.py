@@ -5,12 +5,11 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import typer.main
-from typer._completion_shared import get_completion_script
+import click
+from click.shell_completion import get_completion_class
 
-from sglang_watchdog.cli.app import COMPLETE_VARIABLE, app
+from sglang_watchdog.cli.app import COMPLETE_VARIABLE, NAME, app
 from sglang_watchdog.settings import reference, template
 
 COMPLETIONS = {
@@ -25,8 +24,9 @@ def main(tree: Path) -> None:
     _write(tree / "usr/share/man/man1/sglang-watchdog.1", command_page())
     _write(tree / "usr/share/man/man5/sglang-watchdog.toml.5", settings_page())
     for shell, path in COMPLETIONS.items():
-        script = get_completion_script(prog_name="sglang-watchdog", complete_var=COMPLETE_VARIABLE, shell=shell)
-        _write(tree / path, script + "\n")
+        completion = get_completion_class(shell)
+        assert completion, f"click knows no completion of {shell}"
+        _write(tree / path, completion(app, {}, NAME, COMPLETE_VARIABLE).source())
 
 
 def command_page() -> str:
@@ -41,9 +41,8 @@ def command_page() -> str:
         "[\\fIOPTION\\fR]... [\\fIARGUMENT\\fR]...",
         ".SH OPTIONS",
     ]
-    program: Any = typer.main.get_command(app)
-    lines += [*_parameters(program), ".SH COMMANDS"]
-    for name, command in sorted(program.commands.items()):
+    lines += [*_parameters(app), ".SH COMMANDS"]
+    for name, command in sorted(app.commands.items()):
         lines += [f".SS {_roff(name)}", *_paragraph(command.help or ""), *_parameters(command)]
     lines += [
         ".SH EXIT STATUS",
@@ -57,11 +56,10 @@ def command_page() -> str:
     return "\n".join([*lines, ""])
 
 
-def _parameters(command: Any) -> Iterator[str]:
+def _parameters(command: click.Command) -> Iterator[str]:
     for parameter in command.params:
-        names = ", ".join(parameter.opts) if parameter.param_type_name == "option" else parameter.name.upper()
-        if parameter.name != "help":
-            yield from (".TP", f".B {_roff(names)}", *_paragraph(getattr(parameter, "help", "") or ""))
+        names = ", ".join(parameter.opts) if isinstance(parameter, click.Option) else parameter.human_readable_name
+        yield from (".TP", f".B {_roff(names)}", *_paragraph(parameter.help or ""))
 
 
 def settings_page() -> str:

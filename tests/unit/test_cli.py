@@ -13,14 +13,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 import sglang_watchdog.hand_back
 from alert_samples import with_most
 from corpus_cases import CORPUS
-from sglang_watchdog.cli import run as run_module
+from sglang_watchdog.cli import may_start, operate
 from sglang_watchdog.cli.app import COMPLETE_VARIABLE
 from sglang_watchdog.cli.client import NotRunning, ask
-from sglang_watchdog.cli.operate import seconds_of
+from sglang_watchdog.cli.run import hand_back
 from sglang_watchdog.control import ControlServer
 from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
 from sglang_watchdog.domain.failure import FailureClass
@@ -180,8 +181,11 @@ def test_a_command_asks_the_daemon_for_what_was_typed(
 
 @pytest.mark.parametrize("length", ["2x", "", "h", "-1h", "1.5h", "2 h"])
 def test_a_length_of_time_that_is_none_is_told_with_what_would_be(length: str) -> None:
-    with pytest.raises(UnusableInput, match="write 90s, 30m, 2h, 1d or 1h30m"):
-        seconds_of(length)
+    for command, option in ((operate.pause, "--for"), (may_start.may_start, "--wait")):
+        done = CliRunner().invoke(command, [LONG, f"{option}={length}"])
+        assert done.exit_code == 2
+        wanted = f"Invalid value for '{option}': {length} is no length of time; write 90s, 30m, 2h, 1d or 1h30m"
+        assert wanted in done.stderr
 
 
 @needs_root
@@ -224,16 +228,20 @@ def test_who_may_not_use_the_socket_is_told_to_be_root(tmp_path: Path) -> None:
 # hand-back
 
 
+def handed_back(config: Path) -> Result:
+    return CliRunner().invoke(hand_back, ["--config", str(config)], catch_exceptions=False)
+
+
 @needs_root
 def test_who_may_not_start_units_is_told_to_be_root(config: Path) -> None:
     with somebody_else(), pytest.raises(WatchdogError, match="run this as root"):
-        run_module.hand_back(config)
+        handed_back(config)
 
 
 @needs_root
 @pytest.mark.parametrize("content", [None, "not = [toml", 'log_level = "loud"\nsok = 3\n'])
 def test_settings_that_cannot_be_used_do_not_keep_a_unit_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
 ) -> None:
     """They may be what the daemon died of."""
     path = tmp_path / "config.toml"
@@ -246,12 +254,11 @@ def test_settings_that_cannot_be_used_do_not_keep_a_unit_down(
         return ["sglang.service: Handed back."]
 
     monkeypatch.setattr(sglang_watchdog.hand_back, "hand_back_units", hand_back_units)
-    run_module.hand_back(path)
-    printed = capsys.readouterr()
+    printed = handed_back(path)
     assert used == [Settings()]
-    assert printed.out == "sglang.service: Handed back.\n"
-    assert printed.err.count("\n") == 1
-    assert f"{path}" in printed.err
+    assert printed.stdout == "sglang.service: Handed back.\n"
+    assert printed.stderr.count("\n") == 1
+    assert f"{path}" in printed.stderr
 
 
 @needs_root
@@ -272,7 +279,7 @@ def test_hooks_are_told_of_what_was_handed_back_even_where_another_unit_could_no
 
     monkeypatch.setattr(sglang_watchdog.hand_back, "hand_back_units", hand_back_units)
     with pytest.raises(WatchdogError, match="no answer"):
-        run_module.hand_back(path)
+        handed_back(path)
     message = json.loads(told.read_text())
     assert [message[name] for name in ("event", "incident", "outcome")] == ["closed", closed.id, "yielded"]
 
@@ -336,7 +343,7 @@ def test_the_start_gate_loads_nothing_heavy(config: Path) -> None:
 
 def test_a_completion_loads_nothing_heavy() -> None:
     """It runs at each TAB."""
-    typed = {"COMP_WORDS": "sglang-watchdog di", "COMP_CWORD": "1", COMPLETE_VARIABLE: "complete_bash"}
+    typed = {"COMP_WORDS": "sglang-watchdog di", "COMP_CWORD": "1", COMPLETE_VARIABLE: "bash_complete"}
     assert not (HEAVY | {"rich"}) & loaded_by(**typed)
 
 

@@ -15,7 +15,7 @@ PURE = ("domain", "diagnosis", "recovery")
 # signatures that are data of the package.
 IMPURE = frozenset(
     {"asyncio", "aiohttp", "psutil", "pynvml", "pystemd", "sqlite3", "subprocess", "socket", "time", "os", "pathlib"}
-    | {"shutil", "signal", "threading", "random", "prometheus_client", "structlog", "rich", "typer", "datetime"}
+    | {"shutil", "signal", "threading", "random", "prometheus_client", "structlog", "rich", "click", "datetime"}
 )
 OWN_IMPURE = ("sglang_watchdog.host", "sglang_watchdog.reporting", "sglang_watchdog.ledger", "sglang_watchdog.cli")
 TEXT_SUFFIXES = (".py", ".sh", ".c", ".md", ".toml", ".service")
@@ -43,8 +43,8 @@ def test_a_pure_part_imports_nothing_of_the_outside_world(module: Path) -> None:
     assert not {name for name in names if name.startswith(OWN_IMPURE)}
 
 
-def test_only_the_command_line_imports_rich_and_typer() -> None:
-    importers = {p for p in PACKAGE.rglob("*.py") if imported(p) & {"rich", "typer"} or "rich." in str(imported(p))}
+def test_only_the_command_line_imports_rich_and_click() -> None:
+    importers = {p for p in PACKAGE.rglob("*.py") if imported(p) & {"rich", "click"} or "rich." in str(imported(p))}
     assert {p.relative_to(PACKAGE).parts[0] for p in importers} <= {"cli"}
 
 

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from pydantic import BaseModel
-from typer import Typer
-from typer.testing import CliRunner
 
 from sglang_watchdog.cli.check_config import check_config, summary
 from sglang_watchdog.domain.errors import UnusableInput
@@ -191,11 +190,9 @@ def test_the_reference_page_is_current() -> None:
 
 
 def test_check_config_exits_with_2_and_the_errors(config: Path) -> None:
-    app = Typer()
-    app.command()(check_config)
-    assert CliRunner().invoke(app, ["--config", str(config)]).exit_code == 0
+    assert CliRunner().invoke(check_config, ["--config", str(config)]).exit_code == 0
     config.write_text("a = 1")
-    result = CliRunner().invoke(app, ["--config", str(config)])
+    result = CliRunner().invoke(check_config, ["--config", str(config)])
     assert result.exit_code == 2
     assert result.stderr.startswith(f"{config}: a: is no setting")
 

@@ -20,7 +20,7 @@ rm -f whl/sglang_watchdog-*.whl
 ls whl/pystemd-* >/dev/null 2>&1 || "$python312" -m pip wheel -q --no-deps -w whl pystemd==0.15.3
 platforms=$(for n in 2_28 2_27 2_26 2_17; do echo "--platform manylinux_${n}_x86_64"; done)
 # Of what this environment holds, so that both are the same versions.
-"$here" -m pip list --format=freeze | grep -iE '^(psutil|nvidia-ml-py|structlog|prometheus_client|aio.*|attrs|frozenlist|multidict|propcache|yarl|idna|pydantic.*|annotated-.*|typing[_-].*|rich|markdown-it-py|mdurl|pygments|typer|shellingham|setproctitle|lxml)==' >wanted.txt
+"$here" -m pip list --format=freeze | grep -iE '^(psutil|nvidia-ml-py|structlog|prometheus_client|aio.*|attrs|frozenlist|multidict|propcache|yarl|idna|pydantic.*|annotated-.*|typing[_-].*|rich|markdown-it-py|mdurl|pygments|click|msgspec|shellingham|setproctitle|lxml)==' >wanted.txt
 # shellcheck disable=SC2086
 "$here" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $platforms \
     --platform manylinux2014_x86_64 -d whl -r wanted.txt

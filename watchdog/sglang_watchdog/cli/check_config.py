@@ -2,26 +2,30 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from sglang_watchdog.cli.parameters import config_option
 from sglang_watchdog.domain.errors import UnusableInput
-from sglang_watchdog.settings_files import DEFAULT_PATH
 
 if TYPE_CHECKING:
     from sglang_watchdog.settings import Settings, UnitSettings
 
 
-def check_config(config: Annotated[Path, typer.Option(help="The settings file.")] = DEFAULT_PATH) -> None:
-    """Read the settings and say what is wrong with them, one line for each error; exit status 2 if anything is."""
+@click.command()
+@config_option
+def check_config(config: Path) -> None:
+    """Say what is wrong with the settings.
+
+    One line for each error, and exit status 2 if there is any."""
     from sglang_watchdog.settings import load
 
     try:
         settings = load(config)
     except UnusableInput as error:
         print(error, file=sys.stderr)
-        raise typer.Exit(2) from error
+        sys.exit(2)
     print("\n".join(summary(settings)))
 
 

@@ -2,33 +2,42 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from sglang_watchdog.cli.parameters import FILE, config_option, json_option
 from sglang_watchdog.domain.errors import UnusableInput
-from sglang_watchdog.settings_files import DEFAULT_PATH
 
 if TYPE_CHECKING:
     from sglang_watchdog.cli.answer import Answer
 
 
-def command(
-    unit: Annotated[str | None, typer.Argument(help="A unit of this host; or give files by the options.")] = None,
-    journal: Annotated[
-        Path | None, typer.Option(help="What `journalctl -o json --all` or `-o export` printed; - for a pipe.")
-    ] = None,
-    show: Annotated[Path | None, typer.Option(help="What `systemctl show UNIT` printed.")] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A log of any other kind (plain, docker, JSON); - for a pipe.")
-    ] = None,
-    invocation: Annotated[str, typer.Option(help="Which launch, by its invocation id.")] = "",
-    every: Annotated[bool, typer.Option("--all", help="Every launch that is to be found, newest first.")] = False,
-    explain: Annotated[bool, typer.Option(help="Also what matched where, and why every other class lost.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-    config: Annotated[Path, typer.Option(help="The settings file, for a unit of this host.")] = DEFAULT_PATH,
+@click.command()
+@click.argument("unit", required=False, help="A unit of this host; or give files by the options.")
+@click.option("--journal", type=FILE, help="What `journalctl -o json --all` or `-o export` printed; - for a pipe.")
+@click.option("--show", type=FILE, help="What `systemctl show UNIT` printed.")
+@click.option("--text", type=FILE, help="A log of any other kind (plain, docker, JSON); - for a pipe.")
+@click.option("--invocation", default="", help="Which launch, by its invocation id.")
+@click.option("--all", "every", is_flag=True, help="Every launch that is to be found, newest first.")
+@click.option("--explain", is_flag=True, help="Also what matched where, and why every other class lost.")
+@json_option
+@config_option
+def diagnose(
+    *,
+    unit: str | None,
+    journal: Path | None,
+    show: Path | None,
+    text: Path | None,
+    invocation: str,
+    every: bool,
+    explain: bool,
+    as_json: bool,
+    config: Path,
 ) -> None:
-    """Say why a launch ended: of a unit of this host, or from files that somebody handed over."""
+    """Say why a launch ended.
+
+    Of a unit of this host, or from files that somebody handed over."""
     if unit and (journal or text or show):
         raise UnusableInput(
             f"{unit} and files exclude each other: give the unit on its own host, or the files anywhere"
@@ -40,7 +49,7 @@ def command(
         return
     answer = _live(unit, invocation, config, explain) if unit else _offline(journal, text, show, invocation, explain)
     if as_json:
-        typer.echo(json.dumps(answer.to_json(), ensure_ascii=False))
+        click.echo(json.dumps(answer.to_json(), ensure_ascii=False))
     else:
         from sglang_watchdog.cli.terminal import print_diagnosis
 
@@ -49,7 +58,7 @@ def command(
 
 def _list(answers: list["Answer"], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps([answer.listed() for answer in answers], ensure_ascii=False))
+        click.echo(json.dumps([answer.listed() for answer in answers], ensure_ascii=False))
         return
     from sglang_watchdog.cli.terminal import print_list
 

@@ -1,5 +1,6 @@
 """`sglang-watchdog diagnose --journal FILE`: from files that anybody can hand over. Needs no root, bus or GPU."""
 
+import gc
 import io
 import sys
 from collections import deque
@@ -81,6 +82,7 @@ def _read_show(path: Path) -> UnitSnapshot | None:
 def _opened(path: Path) -> Iterator[tuple[bytes, IO[bytes], Leavings]]:
     """The beginning of a file (of standard input for `-`), the whole of it as a stream, and where to count."""
     name = "standard input" if path == _STDIN else str(path)
+    gc.freeze()  # what is loaded stays, and need not be looked through again and again while a journal goes by
     try:
         with nullcontext(sys.stdin.buffer) if path == _STDIN else path.open("rb") as file:
             head = file.read(HEAD_BYTES)

@@ -1,19 +1,18 @@
 """`sglang-watchdog history`: past launches and incidents. `past.py` reads and prints them."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from sglang_watchdog.settings_files import DEFAULT_PATH
+from sglang_watchdog.cli.parameters import config_option, json_option
 
 
-def history(
-    unit: Annotated[str | None, typer.Argument(help="Only this unit; all of them without.")] = None,
-    limit: Annotated[int, typer.Option(help="How many of each, newest first.", min=1, max=1000)] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    config: Annotated[Path, typer.Option(help="The settings file.")] = DEFAULT_PATH,
-) -> None:
+@click.command()
+@click.argument("unit", required=False, help="Only this unit; all of them without.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many of each.")
+@json_option
+@config_option
+def history(unit: str | None, limit: int, as_json: bool, config: Path) -> None:
     """Past launches and incidents, newest first."""
     from sglang_watchdog.cli.past import print_past
 

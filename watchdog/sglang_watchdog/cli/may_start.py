@@ -2,15 +2,14 @@
 
 import sys
 import time
-from typing import Annotated
+from pathlib import Path
 from urllib.parse import quote
 
-import typer
+import click
 
-from sglang_watchdog.cli.operate import UnitArgument, seconds_of
-from sglang_watchdog.cli.status import ConfigOption, ask
+from sglang_watchdog.cli.parameters import Length, config_option, unit_argument
+from sglang_watchdog.cli.status import ask
 from sglang_watchdog.domain.errors import WatchdogError
-from sglang_watchdog.settings_files import DEFAULT_PATH
 
 REFUSED = 77  # no status that a shell, Python or timeout(1) ends with when something is broken
 _AGAIN_S = 0.5
@@ -18,16 +17,22 @@ _AGAIN_S = 0.5
 _ANSWERS_WITHIN_S = 25.0
 
 
-def may_start(
-    unit: UnitArgument,
-    wait: Annotated[str, typer.Option("--wait", help="How long to wait for GPU memory of ended launches.")] = "30s",
-    config: ConfigOption = DEFAULT_PATH,
-) -> None:
-    """Say whether UNIT may start now: status 77 where it would run what is proven not to fit, else 0.
+@click.command()
+@unit_argument
+@click.option(
+    *("--wait", "wait_s"),
+    type=Length(),
+    default="30s",
+    show_default=True,
+    help="How long to wait for GPU memory that ended launches of UNIT still hold.",
+)
+@config_option
+def may_start(unit: str, wait_s: int, config: Path) -> None:
+    """Say whether UNIT may start now, for ExecCondition=.
 
-    For ExecCondition=. Waits a while for GPU memory that ended launches of UNIT still hold. Whatever is broken lets the
-    start go on."""
-    end = time.monotonic() + seconds_of(wait)
+    Exit status 77 where it would run what is proven not to fit, else 0. Waits a while for GPU memory that ended
+    launches of UNIT still hold. Whatever is broken lets the start go on."""
+    end = time.monotonic() + wait_s
     while True:
         try:
             answer = ask(config, "GET", f"/v1/units/{quote(unit, safe='')}/may-start", timeout_s=_ANSWERS_WITHIN_S)
@@ -36,7 +41,7 @@ def may_start(
             return
         if answer["move"] == "refuse":
             print(f"{unit}: {answer['reason']}")
-            raise typer.Exit(REFUSED)
+            sys.exit(REFUSED)
         if answer["move"] != "wait" or time.monotonic() > end:
             return
         time.sleep(_AGAIN_S)

@@ -4,19 +4,21 @@ that has died."""
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from sglang_watchdog.cli.parameters import config_option
 from sglang_watchdog.domain.errors import UnusableInput, WatchdogError
-from sglang_watchdog.settings_files import DEFAULT_PATH
 
 if TYPE_CHECKING:
     from sglang_watchdog.domain.incident import Incident
     from sglang_watchdog.settings import Settings
 
 
-def run(config: Annotated[Path, typer.Option(help="The settings file.")] = DEFAULT_PATH) -> None:
+@click.command()
+@config_option
+def run(config: Path) -> None:
     """Watch the units that the settings name, until SIGTERM."""
     import asyncio
 
@@ -29,8 +31,12 @@ def run(config: Annotated[Path, typer.Option(help="The settings file.")] = DEFAU
     asyncio.run(Daemon(settings).run())
 
 
-def hand_back(config: Annotated[Path, typer.Option(help="The settings file.")] = DEFAULT_PATH) -> None:
-    """Start what a daemon that died had stopped: run by OnFailure= of its own service, harmless at any other time."""
+@click.command()
+@config_option
+def hand_back(config: Path) -> None:
+    """Start what a daemon that died had stopped.
+
+    Run by OnFailure= of its own service, and harmless at any other time."""
     from sglang_watchdog.hand_back import hand_back_units
 
     if os.geteuid() != 0:

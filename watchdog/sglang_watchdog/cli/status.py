@@ -7,38 +7,45 @@ import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import quote
 
-import typer
+import click
 
-from sglang_watchdog.settings_files import DEFAULT_PATH, runtime_dir
+from sglang_watchdog.cli.parameters import config_option, json_option
+from sglang_watchdog.settings_files import runtime_dir
 
-ConfigOption = Annotated[Path, typer.Option(help="The settings file.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 Json = dict[str, Any]
 _GIB = 2**30
 
 
-def status(as_json: JsonOption = False, config: ConfigOption = DEFAULT_PATH) -> None:
+@click.command()
+@json_option
+@config_option
+def status(as_json: bool, config: Path) -> None:
     """What the daemon sees of each unit, and what it cannot see."""
     answer = ask(config, "GET", "/v1/status")
     _print([json.dumps(answer)] if as_json else _status_lines(answer))
 
 
-def gpus(as_json: JsonOption = False, config: ConfigOption = DEFAULT_PATH) -> None:
+@click.command()
+@json_option
+@config_option
+def gpus(as_json: bool, config: Path) -> None:
     """Every card, who holds its memory, and whose process that is."""
     answer = ask(config, "GET", "/v1/gpus")
     _print([json.dumps(answer)] if as_json else _gpu_lines(answer))
 
 
-def free(
-    unit: Annotated[str, typer.Argument(help="The unit whose left-over processes are to be ended.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be ended, and what not.")] = False,
-    as_json: JsonOption = False,
-    config: ConfigOption = DEFAULT_PATH,
-) -> None:
-    """End processes of ended launches of UNIT that still hold GPU memory: only those proven to be its own."""
+@click.command()
+@click.argument("unit", help="The unit whose left-over processes are to be ended.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be ended, and what not.")
+@json_option
+@config_option
+def free(unit: str, dry_run: bool, as_json: bool, config: Path) -> None:
+    """End what ended launches of UNIT left on the GPUs.
+
+    Only processes that still hold GPU memory and are proven to be the unit's own."""
     answer = ask(config, "POST", f"/v1/units/{quote(unit, safe='')}/free?dry_run={str(dry_run).lower()}")
     _print([json.dumps(answer)] if as_json else _free_lines(answer, dry_run=dry_run))
 

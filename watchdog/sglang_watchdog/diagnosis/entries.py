@@ -3,9 +3,9 @@ fields of an entry however they were written."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated
 
-from pydantic_core import SchemaValidator
-from pydantic_core.core_schema import any_schema, typed_dict_field, typed_dict_schema
+import msgspec
 
 from sglang_watchdog.diagnosis.leavings import Leavings
 from sglang_watchdog.domain.journal import JournalEntry
@@ -18,17 +18,58 @@ _LONGEST_NUMBER = 20
 _LONGEST_LINE = 6 * 1024 * 1024
 
 _WANTED = "Wanted is what `journalctl -o json --all` (or `-o export`) prints; for a plain log use --text"
-_READ = (
-    *("MESSAGE", "__REALTIME_TIMESTAMP", "__CURSOR", "_TRANSPORT", "SYSLOG_IDENTIFIER", "_COMM", "_PID"),
-    *("UNIT", "USER_UNIT", "_SYSTEMD_UNIT", "_SYSTEMD_USER_UNIT"),
-    *("INVOCATION_ID", "USER_INVOCATION_ID", "_SYSTEMD_INVOCATION_ID"),
-    *("MESSAGE_ID", "UNIT_RESULT", "EXIT_CODE", "EXIT_STATUS"),
-)
 _decode = json.JSONDecoder().raw_decode
-# Of some thirty fields only these become objects of Python: of reading a journal, JSON is the largest part.
-_decode_read = SchemaValidator(
-    typed_dict_schema({name: typed_dict_field(any_schema(), required=False) for name in _READ})
-).validate_json
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Row(
+    msgspec.Struct,
+    gc=False,
+    rename={
+        "message": "MESSAGE",
+        "time": "__REALTIME_TIMESTAMP",
+        "cursor": "__CURSOR",
+        "transport": "_TRANSPORT",
+        "identifier": "SYSLOG_IDENTIFIER",
+        "comm": "_COMM",
+        "pid": "_PID",
+        "message_id": "MESSAGE_ID",
+        "unit": "UNIT",
+        "user_unit": "USER_UNIT",
+        "by_unit": "_SYSTEMD_UNIT",
+        "by_user_unit": "_SYSTEMD_USER_UNIT",
+        "launch": "INVOCATION_ID",
+        "user_launch": "USER_INVOCATION_ID",
+        "by_launch": "_SYSTEMD_INVOCATION_ID",
+        "unit_result": "UNIT_RESULT",
+        "exit_code": "EXIT_CODE",
+        "exit_status": "EXIT_STATUS",
+    },
+):
+    """An entry as nearly all of them are written: every field once, and as text. Of some thirty fields no other becomes
+    an object of Python: of reading a journal, JSON is the largest part."""
+
+    message: str | None = None
+    time: _Number = 0
+    cursor: str = ""
+    transport: str = ""
+    identifier: str = ""
+    comm: str = ""
+    pid: _Number | None = None
+    message_id: str = ""
+    unit: str = ""
+    user_unit: str = ""
+    by_unit: str = ""
+    by_user_unit: str = ""
+    launch: str = ""
+    user_launch: str = ""
+    by_launch: str = ""
+    unit_result: str = ""
+    exit_code: str = ""
+    exit_status: str = ""
+
+
+_decode_row = msgspec.json.Decoder(_Row, strict=False).decode  # not strict: journalctl writes numbers as text
 
 
 class NotAnEntry(ValueError):
@@ -58,16 +99,26 @@ def parse_entry(line: bytes | str) -> JournalEntry:
     if len(line) > _LONGEST_LINE:
         raise NotAnEntry(f"a line of {len(line)} bytes is no journal entry")
     try:
-        fields = _decode_read(line)
-    except ValueError:
-        fields = _decode_damaged(line if isinstance(line, str) else line.decode("utf-8", "replace"))
-    if not ("MESSAGE" in fields or "__REALTIME_TIMESTAMP" in fields):
-        raise NotAnEntry("JSON, but no journal entry")
-    return entry_of(fields)
+        row = _decode_row(line)
+    except (ValueError, RecursionError):  # not JSON, or a field that is given twice or is no text
+        row = None
+    if row is None or row.message is None or len(row.message) > _LONGEST_MESSAGE:
+        fields = _decode_whole(line if isinstance(line, str) else line.decode("utf-8", "replace"))
+        if not ("MESSAGE" in fields or "__REALTIME_TIMESTAMP" in fields):
+            raise NotAnEntry("JSON, but no journal entry")
+        return entry_of(fields)
+    unit = row.unit or row.user_unit or row.by_user_unit or row.by_unit
+    launch = row.launch or row.user_launch or row.by_launch
+    return JournalEntry._make(
+        (
+            *(row.time / 1e6, row.message, row.cursor, row.transport, row.identifier, row.comm, row.pid),
+            *(unit, launch, row.message_id, row.unit_result, row.exit_code, row.exit_status),
+        )
+    )
 
 
-def _decode_damaged(text: str) -> Mapping[str, object]:
-    """The fields of a line that is not JSON and nothing else, or that only Python's reader takes for JSON."""
+def _decode_whole(text: str) -> Mapping[str, object]:
+    """Every field of a line, whatever it holds. Raises NotAnEntry."""
     text = _bare(text)
     try:
         fields, end = _decode(text)
@@ -96,23 +147,20 @@ def entry_or_none(line: bytes) -> JournalEntry | None:
 def entry_of(fields: Mapping[str, object]) -> JournalEntry:
     """An entry of its fields: text, bytes as a list of numbers, or a list of either where a field was given twice."""
     get = fields.get
-    message = get("MESSAGE")
-    if type(message) is not str or len(message) > _LONGEST_MESSAGE:
-        message = _message(message)
-    time = (_number(get("__REALTIME_TIMESTAMP")) or 0) / 1e6
-    cursor, transport = _text(get("__CURSOR")), _text(get("_TRANSPORT"))
-    identifier, comm, pid = _text(get("SYSLOG_IDENTIFIER")), _text(get("_COMM")), _number(get("_PID"))
-    if transport == "stdout" and "UNIT" not in fields and "_SYSTEMD_UNIT" in fields:  # what a process printed
-        unit, invocation = get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT"), get("_SYSTEMD_INVOCATION_ID")
-        return JournalEntry(time, message, cursor, transport, identifier, comm, pid, _text(unit), _text(invocation))
     return JournalEntry(
-        *(time, message, cursor, transport, identifier, comm, pid),
-        _text(get("UNIT") or get("USER_UNIT") or get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT")),
-        _text(get("INVOCATION_ID") or get("USER_INVOCATION_ID") or get("_SYSTEMD_INVOCATION_ID")),
-        _text(get("MESSAGE_ID")),
-        _text(get("UNIT_RESULT")),
-        _text(get("EXIT_CODE")),
-        _text(get("EXIT_STATUS")),
+        time=(_number(get("__REALTIME_TIMESTAMP")) or 0) / 1e6,
+        message=_message(get("MESSAGE")),
+        cursor=_text(get("__CURSOR")),
+        transport=_text(get("_TRANSPORT")),
+        identifier=_text(get("SYSLOG_IDENTIFIER")),
+        comm=_text(get("_COMM")),
+        pid=_number(get("_PID")),
+        unit=_text(get("UNIT") or get("USER_UNIT") or get("_SYSTEMD_USER_UNIT") or get("_SYSTEMD_UNIT")),
+        invocation=_text(get("INVOCATION_ID") or get("USER_INVOCATION_ID") or get("_SYSTEMD_INVOCATION_ID")),
+        message_id=_text(get("MESSAGE_ID")),
+        unit_result=_text(get("UNIT_RESULT")),
+        exit_code=_text(get("EXIT_CODE")),
+        exit_status=_text(get("EXIT_STATUS")),
     )
 
 

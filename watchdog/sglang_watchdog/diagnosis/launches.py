@@ -26,7 +26,7 @@ class LaunchReader:
         """The launch that is fed no more, where that of the entry takes its place."""
         if entry.identifier == _OURSELVES:
             return None  # `journalctl -u UNIT` shows our alerts about the unit among its own entries
-        invocation = "" if entry.from_kernel else entry.invocation
+        invocation = entry.invocation if entry.transport == "stdout" or not entry.from_kernel else ""
         reader = self._readers.get(invocation)
         if reader and invocation:
             reader.feed(entry)

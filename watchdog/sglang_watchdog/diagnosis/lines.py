@@ -13,7 +13,7 @@ _PREFIX = re.compile(
     r"(?P<rank>(?: ?(?:(?:ATTN|MOE)_)?D?(?:DP|PP|CP|TP|EP)\d+)+| ?gpu_id=\d+)?\] ?"
 )
 # The form that nearly every line of a server has, at half the cost of the pattern above.
-_USUAL = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: (?P<rank>[DPTE]P\d+))?\] ")
+_USUAL = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: ([DPTE]P\d+))?\] ")
 _LEVEL = "(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)"
 # What stands before SGLang's own prefix, or before another engine's message. Nothing here tells where a message begins:
 # some of these are written before every line of a traceback.
@@ -44,15 +44,15 @@ class Line(NamedTuple):
 
 def parse_line(text: str) -> Line:
     """Of a progress bar, which rewrites its line by carriage returns, the last state counts."""
+    if (usual := _USUAL.match(text)) and "\x1b" not in text and "\r" not in text:
+        return Line(text[usual.end() :], usual[1] or "", True)
     if "\x1b" in text:
         text = _ANSI.sub("", text)
     if "\r" in text:
         text = text.rstrip("\r").rpartition("\r")[2]
     for _ in range(_MOST_BEFORE):
-        if text.startswith("["):
-            found = _USUAL.match(text) or _PREFIX.match(text)
-            if found:
-                return Line(text[found.end() :], (found["rank"] or "").strip(), prefixed=True)
+        if text.startswith("[") and (found := _PREFIX.match(text)):
+            return Line(text[found.end() :], (found["rank"] or "").strip(), prefixed=True)
         before = _BEFORE.match(text)
         if not before:
             break

@@ -197,13 +197,19 @@ class TimelineReader:
 
     def feed(self, entry: JournalEntry) -> None:
         """Takes one entry in. Entries of a later start of the same unit are left out."""
-        from_kernel = entry.from_kernel
-        if self._over or (self._is_another_time(entry) if from_kernel else not self._concerns(entry)):
+        if self._over:
+            return
+        # What a process of the launch printed, which is nearly everything, is asked nothing more.
+        printed = entry.transport == "stdout" and entry.invocation == self._invocation and self._unit
+        from_kernel = not printed and entry.from_kernel
+        if not printed and (self._is_another_time(entry) if from_kernel else not self._concerns(entry)):
             return
         self._last = entry.time or self._last
         self._began = self._began or entry.time
         if entry.message is None:
             self._lost += 1
+        elif printed:
+            self._own_entry(entry, entry.message)
         elif from_kernel:
             self._kernel_seen = True
             self._lines += 1
@@ -280,26 +286,26 @@ class TimelineReader:
     def _own_line(self, line: Line, entry: JournalEntry) -> None:
         text = line.text
         if text.startswith(("Decode batch", "Prefill batch")):
-            self._serving(line, entry)
+            self._serving(text, line.rank, entry.time)
         elif text.startswith("INFO:     ") and '" 200' in text:
             self._answered(text, entry.time)
-            return
+        elif text.startswith(_REQUEST_LOG):
+            self._process(entry.pid).feed(line, self._lines, entry.time, benign=True)
+            self._spoke = entry.time
         else:
             self._telling(line, entry)
-        if "HTTP/1." not in text:
-            self._spoke = entry.time
 
-    def _serving(self, line: Line, entry: JournalEntry) -> None:
-        self._alive = entry.time
-        if len(self._alive_by_rank) < _MOST_PROCESSES or line.rank in self._alive_by_rank:
-            self._alive_by_rank[line.rank] = entry.time
-        self._progress.served(line.rank, entry.time)
-        if line.text.startswith("Decode"):
-            self._decoded = (line.text, entry.time)
-            if "accept rate" in line.text and "accept rate: 0.00" not in line.text:
-                self._verified = (line.text, entry.time)
-        elif not _is_small(line.text):
-            self._prefilled = entry.time
+    def _serving(self, text: str, rank: str, time: float) -> None:
+        self._alive = self._spoke = time
+        if rank in self._alive_by_rank or len(self._alive_by_rank) < _MOST_PROCESSES:
+            self._alive_by_rank[rank] = time
+        self._progress.served(rank, time)
+        if text.startswith("Decode"):
+            self._decoded = (text, time)
+            if "accept rate" in text and "accept rate: 0.00" not in text:
+                self._verified = self._decoded
+        elif not _is_small(text):
+            self._prefilled = time
 
     def _answered(self, text: str, time: float) -> None:
         """What only a living scheduler answers; `/model_info` and the like come from main alone."""
@@ -315,7 +321,7 @@ class TimelineReader:
         self._narrow(line.text)
         matches = self._own.matches(line.text)
         benign = bool(matches) and matches[0][0].means is Meaning.BENIGN
-        raised = process.feed(line, self._lines, entry.time, benign)
+        raised = process.feed(line, self._lines, entry.time, benign=benign)
         recognised = False
         if not benign and not process.benign:
             recognised = self._match(matches, line, entry.time, process)
@@ -323,6 +329,8 @@ class TimelineReader:
             self._failed(raised, recognised)
         if line.text.startswith("Gracefully exiting"):
             self._drained(line.text, entry.time)
+        if "HTTP/1." not in line.text:
+            self._spoke = entry.time
 
     def _process(self, pid: int | None) -> ProcessLog:
         process = self._processes.get(pid)
@@ -418,6 +426,7 @@ class TimelineReader:
 
 _FIRST_WORDS = (Word.STARTING, Word.STARTED, Word.RESOURCES)  # the last where there was nothing to start
 _LATE = (Phase.READY, Phase.SERVING, Phase.STOPPING)
+_REQUEST_LOG = ("Receive: obj=", "Finish: obj=")  # whole prompts, which are long and evidence of nothing
 _REMAINING = re.compile(r"[Rr]emaining number of requests (\d+)")
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _PREFILL = re.compile(r"#new-seq: (\d+), #new-token: (\d+)")

@@ -61,7 +61,7 @@ class ProcessLog:
     def in_traceback(self) -> bool:
         return self._header is not None
 
-    def feed(self, line: Line, order: int, time: float, benign: bool) -> Raised | None:
+    def feed(self, line: Line, order: int, time: float, *, benign: bool) -> Raised | None:
         """The exception, when its line comes. `benign`: the line belongs to a good start."""
         if line.prefixed:
             self._close()
