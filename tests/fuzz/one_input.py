@@ -5,10 +5,14 @@ that breaks a rule; what it found is kept in `found/`, and the unit tests try it
 """
 
 import json
+from io import StringIO
 from pathlib import Path
 
+from rich.console import Console
+
+from sglang_watchdog.cli.answer import answer
+from sglang_watchdog.cli.terminal import print_diagnosis, print_list
 from sglang_watchdog.diagnosis.case import Case
-from sglang_watchdog.diagnosis.engine import diagnose
 from sglang_watchdog.diagnosis.entries import read_journal
 from sglang_watchdog.diagnosis.launches import read_launch
 from sglang_watchdog.diagnosis.plain import read_text
@@ -17,6 +21,7 @@ from sglang_watchdog.domain.errors import UnusableInput
 
 SHOW = b"\n==== show ====\n"
 FOUND = Path(__file__).parent / "found"
+NOBODY = Console(file=StringIO(), soft_wrap=True)
 
 
 def check(data: bytes) -> None:
@@ -29,9 +34,12 @@ def check(data: bytes) -> None:
         timeline = read_launch(reader(lines, "log"))
     except UnusableInput:
         return
-    answer = diagnose(Case(timeline=timeline, unit=unit))
-    json.dumps(answer.to_json())
-    assert 0 < answer.confidence < 1
-    assert answer.summary.endswith(".")
-    assert all(ruled_out.failure is not answer.failure for ruled_out in answer.ruled_out)
-    assert all(evidence.text.isprintable() for evidence in answer.evidence)
+    found = answer(Case(timeline=timeline, unit=unit), explain=True)
+    json.dumps([found.to_json(), found.listed()])
+    print_diagnosis(found, NOBODY)
+    print_list([found], NOBODY)
+    diagnosis = found.diagnosis
+    assert 0 < diagnosis.confidence < 1
+    assert diagnosis.summary.endswith(".")
+    assert all(ruled_out.failure is not diagnosis.failure for ruled_out in diagnosis.ruled_out)
+    assert all(evidence.text.isprintable() for evidence in diagnosis.evidence)

@@ -2,10 +2,16 @@
 
 import calendar
 import re
+from functools import lru_cache
 
-_WRITTEN = re.compile(
-    r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(?:\d*)(?: ?(Z|UTC|[+-]\d\d:?\d\d))?"
-)
+_WRITTEN = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(?:\d*)(?: ?(Z|UTC|[+-]\d\d:?\d\d))?")
+
+LATEST = 253_370_764_800  # Unix seconds: the year 9999 begins, and soon after it every calendar ends
+
+
+def in_calendar(seconds: float) -> float | None:
+    """Unix seconds that can be shown as a time; None for what damage or a joke has put there."""
+    return seconds if 0 <= seconds <= LATEST else None
 
 
 def first_time(text: str) -> float | None:
@@ -13,22 +19,34 @@ def first_time(text: str) -> float | None:
     found = _WRITTEN.search(text)
     if not found:
         return None
-    year, month, day, hour, minute, second = (int(part) for part in found.groups()[:6])
-    if not (1 <= month <= 12 and 1 <= day <= 31):
+    stamp, fraction, zone = found.groups()
+    seconds = _whole_seconds(stamp)
+    if seconds is None:
         return None
-    whole = calendar.timegm((year, month, day, hour, minute, second))
-    fraction = float(f"0.{found[7]}") if found[7] else 0.0
-    return whole + fraction - _offset(found[8] or "")
+    return in_calendar(seconds + (float(f"0.{fraction}") if fraction else 0.0) - (_offset(zone) if zone else 0))
+
+
+@lru_cache(maxsize=8)  # many lines of a log are of the same second
+def _whole_seconds(stamp: str) -> int | None:
+    """Of `2026-11-29 12:49:07`, as UTC; None where there is no such day."""
+    year, month, day, hour, minute, second = map(int, re.split("[-: T]", stamp))
+    return _unix(year, month, day, hour, minute, second)
+
+
+def _unix(year: int, month: int, day: int, hour: int, minute: int, second: int) -> int | None:
+    if not (1 <= year <= 9999 and 1 <= month <= 12 and 1 <= day <= 31):
+        return None
+    return calendar.timegm((year, month, day, hour, minute, second))
 
 
 def has_known_zone(text: str) -> bool:
     """Whether a written time says where it was: names of zones such as CET are not resolved."""
     found = _WRITTEN.search(text)
-    return bool(found and found[8])
+    return bool(found and found[3])
 
 
 def _offset(zone: str) -> int:
-    if zone in ("", "Z", "UTC"):
+    if zone in ("Z", "UTC"):
         return 0
     digits = zone[1:].replace(":", "")
     seconds = int(digits[:2]) * 3600 + int(digits[2:]) * 60
@@ -45,11 +63,10 @@ def month_time(text: str, near: float) -> float | None:
         return None
     month = _MONTHS.find(text[:3]) // 3 + 1
     day, hour, minute, second = (int(text[i : i + 2]) for i in (4, 7, 10, 13))
-    if not (month and 1 <= day <= 31):
-        return None
     year = _year(near)
-    times = (calendar.timegm((y, month, day, hour, minute, second)) for y in (year - 1, year, year + 1))
-    return float(min(times, key=lambda time: abs(time - near)))
+    times = [_unix(y, month, day, hour, minute, second) for y in (year - 1, year, year + 1)]
+    known = [float(time) for time in times if time is not None]
+    return min(known, key=lambda time: abs(time - near), default=None)
 
 
 def _year(seconds: float) -> int:

@@ -7,6 +7,7 @@ from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.server_args import shown
 from sglang_watchdog.diagnosis.signatures import Release, ReleaseRange, catalog
 from sglang_watchdog.diagnosis.timeline import Decoding, Timeline
+from sglang_watchdog.domain.numbers import whole
 from sglang_watchdog.domain.speculation import Command, SpeculationConfig
 from sglang_watchdog.domain.unit import UnitSnapshot
 
@@ -88,7 +89,8 @@ def effective_settings(case: Case) -> dict[str, object]:
 
 def _value(values: tuple[str, ...]) -> object:
     text = " ".join(values)
-    return int(text) if text.isdigit() else text or True
+    number = whole(text)
+    return number if number is not None else text or True
 
 
 def speculation_of(case: Case) -> Speculation:

@@ -7,19 +7,21 @@ from typing import Annotated
 
 import msgspec
 
+from sglang_watchdog.diagnosis.clock import LATEST, in_calendar
 from sglang_watchdog.diagnosis.leavings import Leavings
 from sglang_watchdog.domain.journal import JournalEntry
+from sglang_watchdog.domain.numbers import whole
 
 # journald itself splits lines at 48 KiB; of what is longer the beginning and the end are kept.
 _LONGEST_MESSAGE = 64 * 1024
 _LONGEST_TAIL = 8 * 1024
-_LONGEST_NUMBER = 20
 # A message of 1 MB that is no UTF-8 comes as numbers, of up to four characters each with the comma.
 _LONGEST_LINE = 6 * 1024 * 1024
 
 _WANTED = "Wanted is what `journalctl -o json --all` (or `-o export`) prints; for a plain log use --text"
 _decode = json.JSONDecoder().raw_decode
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Time = Annotated[int, msgspec.Meta(ge=0, le=LATEST * 10**6)]
+_Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
 class _Row(
@@ -50,12 +52,12 @@ class _Row(
     an object of Python: of reading a journal, JSON is the largest part."""
 
     message: str | None = None
-    time: _Number = 0
+    time: _Time = 0
     cursor: str = ""
     transport: str = ""
     identifier: str = ""
     comm: str = ""
-    pid: _Number | None = None
+    pid: _Pid | None = None
     message_id: str = ""
     unit: str = ""
     user_unit: str = ""
@@ -148,7 +150,7 @@ def entry_of(fields: Mapping[str, object]) -> JournalEntry:
     """An entry of its fields: text, bytes as a list of numbers, or a list of either where a field was given twice."""
     get = fields.get
     return JournalEntry(
-        time=(_number(get("__REALTIME_TIMESTAMP")) or 0) / 1e6,
+        time=in_calendar((_number(get("__REALTIME_TIMESTAMP")) or 0) / 1e6) or 0.0,
         message=_message(get("MESSAGE")),
         cursor=_text(get("__CURSOR")),
         transport=_text(get("_TRANSPORT")),
@@ -196,7 +198,4 @@ def _message(value: object) -> str | None:
 
 
 def _number(value: object) -> int | None:
-    if value is None:
-        return None
-    text = value if type(value) is str else _text(value)
-    return int(text) if len(text) < _LONGEST_NUMBER and text.isascii() and text.isdigit() else None
+    return whole(_text(value))

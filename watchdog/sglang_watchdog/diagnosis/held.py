@@ -25,12 +25,12 @@ _NOT_WORTH_SHARE = 0.1
 _TOLERANCE_GIB = 1.5
 _ROUNDED = 0.02  # GiB, of figures with two digits
 _NOT_WORTH_LISTED = 4.0  # GiB; a desktop or a small neighbour holds less
-_IN_USE = re.compile(r"Process (?P<pid>\d+) has (?P<held>\d+(?:\.\d+)? [KMG]iB) memory in use")
-_SCHEDULER = re.compile(r"left-over process (\d+) \((?:sglang::schedul|sgl_)")
+_IN_USE = re.compile(r"Process (?P<pid>\d{1,18}) has (?P<held>\d{1,18}(?:\.\d+)? [KMG]iB) memory in use")
+_SCHEDULER = re.compile(r"left-over process (\d{1,18}) \((?:sglang::schedul|sgl_)")
 NOBODY = "no visible process"
 _OURS = re.compile(
-    r"Of the allocated memory (?P<used>\d+(?:\.\d+)? [KMG]iB) is allocated by PyTorch"
-    r"(?:.*? and (?P<spare>\d+(?:\.\d+)? [KMG]iB) is reserved by PyTorch)?"
+    r"Of the allocated memory (?P<used>\d{1,18}(?:\.\d+)? [KMG]iB) is allocated by PyTorch"
+    r"(?:.*? and (?P<spare>\d{1,18}(?:\.\d+)? [KMG]iB) is reserved by PyTorch)?"
 )
 _UNITS = {"KiB": 1 / 2**20, "MiB": 1 / 1024, "GiB": 1.0}
 # SGLang's default of --chunked-prefill-size tells the least memory that the card has (GiB, as it counts them).

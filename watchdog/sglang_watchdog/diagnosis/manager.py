@@ -60,18 +60,19 @@ _IDS = {
     MessageId.OOMD_KILL: Word.OOMD,
     MessageId.RESTART_SCHEDULED: Word.RESTART_SCHEDULED,
 }
+_LONGEST = 4096  # PID 1 says nothing longer, whoever else writes in its name may
 _ENGLISH: tuple[tuple[Word, re.Pattern[str]], ...] = (
     (Word.STARTING, re.compile(r"Starting \S")),
     (Word.STARTED, re.compile(r"Started \S")),
     (Word.STOPPING, re.compile(r"Stopping \S")),
     (Word.STOPPED, re.compile(r"Stopped \S")),
-    (Word.MAIN_EXIT, re.compile(r".*[Mm]ain process exited, code=(\w+), status=(\d+)")),
-    (Word.CONTROL_EXIT, re.compile(r".*Control process exited, code=(\w+), status=(\d+)")),
+    (Word.MAIN_EXIT, re.compile(r".*[Mm]ain process exited, code=(\w+), status=(\d{1,18})")),
+    (Word.CONTROL_EXIT, re.compile(r".*Control process exited, code=(\w+), status=(\d{1,18})")),
     (Word.FAILED, re.compile(r".*Failed with result '([\w-]+)'")),
     (Word.SUCCEEDED, re.compile(r".*: (?:Deactivated successfully|Succeeded)\.")),
     (Word.START_TIMED_OUT, re.compile(r".*[Ss]tart(?:-pre|-post)? operation timed out")),
     (Word.STATE_TIMED_OUT, re.compile(r".*(?:State '|: )([\w-]+)'? timed out\. ")),
-    (Word.KILLING, re.compile(r".*: Killing process (\d+) \(.*\) with signal SIGKILL")),
+    (Word.KILLING, re.compile(r".*: Killing process (\d{1,18}) \(.*\) with signal SIGKILL")),
     (Word.RUNTIME_LIMIT, re.compile(r".*reached runtime time limit")),
     (Word.START_LIMIT, re.compile(r".*Start request repeated too quickly")),
     (Word.RESOURCES, re.compile(r".*(?:Failed to load environment files|Failed to run '\S+' task): (.*)")),
@@ -81,14 +82,14 @@ _ENGLISH: tuple[tuple[Word, re.Pattern[str]], ...] = (
     (Word.OUT_OF_MEMORY, re.compile(r".*killed by the OOM killer")),
     (Word.OOMD, re.compile(r".*systemd-oomd killed|Killed /\S+ due to ")),
     (Word.WATCHDOG, re.compile(r".*: Watchdog timeout \(limit")),
-    (Word.LEFT_OVER, re.compile(r".*Found left-over process (\d+) ")),
+    (Word.LEFT_OVER, re.compile(r".*Found left-over process (\d{1,18}) ")),
     (Word.RESTART_SCHEDULED, re.compile(r".*Scheduled restart job")),
 )
 
 
 def read(entry: JournalEntry, order: int) -> Said | None:
     """What the manager's entry says, None where it is nothing of interest."""
-    text = entry.message or ""
+    text = (entry.message or "")[:_LONGEST]
     if entry.message_id == MessageId.PROCESS_EXIT:
         word = Word.CONTROL_EXIT if "Control process" in text else Word.MAIN_EXIT
         return Said(word, order, entry.time, text, f"{entry.exit_code}/{entry.exit_status}")

@@ -158,10 +158,11 @@ def _entry(line: _Line, clock: float) -> JournalEntry:
     parts = match.groupdict()
     identifier = parts["identifier"] or "kernel"
     pid = parts.get("pid")
+    others = "kernel" if identifier == "kernel" else "journal" if identifier.startswith("systemd") else ""
     return JournalEntry(
         _time(parts, clock),
         parts["message"],
-        transport="kernel" if identifier == "kernel" else "stdout",
+        transport=others or "stdout",
         identifier=identifier,
         comm="systemd" if identifier == "systemd" else "",
         pid=int(pid[:18]) if pid else None,

@@ -47,15 +47,15 @@ class RankProgress:
         return Worker.DRAFT if draft else Worker.TARGET
 
 
-_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_NUMBER = r"(-?\d{1,18}(?:\.\d+)?)"
 _AVAILABLE = re.compile(rf"avail mem={_NUMBER} ?GB")
 _USAGE = re.compile(rf"mem usage={_NUMBER} ?GB")
 _KV_SIZES = re.compile(rf"(?:K|V|KV) size: {_NUMBER} ?GB")
 _STATE_SIZES = re.compile(rf"(?<!_)(?:conv_state|ssm_state) size: {_NUMBER} ?GB")
 _INTERMEDIATE_SIZES = re.compile(rf"intermediate_\w+ size: {_NUMBER} ?GB")
-_SLOTS = re.compile(r"max_mamba_cache_size: (\d+)")
-_TOKENS = re.compile(r"max_total_num_tokens=(\d+)")
-_REQUESTS = re.compile(r"max_running_requests=(\d+)")
+_SLOTS = re.compile(r"max_mamba_cache_size: (\d{1,18})")
+_TOKENS = re.compile(r"max_total_num_tokens=(\d{1,18})")
+_REQUESTS = re.compile(r"max_running_requests=(\d{1,18})")
 _CAPTURE = re.compile(r"Capture (?P<what>.*?)(?:cuda|CUDA) graph (?P<end>begin|end)\b")
 # Of whole graphs, and of piecewise ones, which are compiled first.
 _CAPTURING_BARS = ("Capturing batches", "Capturing num tokens", "Compiling num tokens")

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 
 from sglang_watchdog.diagnosis.clock import first_time, has_known_zone
 from sglang_watchdog.domain.errors import UnusableInput
+from sglang_watchdog.domain.numbers import whole
 from sglang_watchdog.domain.unit import ActiveState, ExitCode, ServiceResult, UnitSnapshot
 
 _ROW = re.compile(r"([A-Z][A-Za-z0-9]+)=(.*)")
 _COMMAND = re.compile(r"argv\[\]=(.*?) ; (?:ignore_errors|flags)=")
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|min|month|s|h|d|w|y)?(?=\s|\d|$)")
+_SPAN = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*(us|ms|min|month|s|h|d|w|y)?(?=\s|\d|$)")
 _SECONDS = {
     "us": 1e-6,
     "ms": 1e-3,
@@ -102,12 +103,12 @@ def seconds(text: str) -> float | None:
 
 def _time(text: str) -> float:
     if text.startswith("@"):
-        return float(text[1:]) if re.fullmatch(r"\d+(\.\d+)?", text[1:]) else 0.0
+        return float(text[1:]) if re.fullmatch(r"\d{1,18}(\.\d+)?", text[1:]) else 0.0
     return (first_time(text) or 0.0) if has_known_zone(text) else 0.0
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+    return whole(text) or 0
 
 
 def _active_state(text: str) -> ActiveState | None:

@@ -71,7 +71,7 @@ class Release:
 
     @classmethod
     def parse(cls, text: str) -> "Release | None":
-        found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text)
+        found = re.match(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?", text)
         return cls(tuple(int(part or 0) for part in found.groups())) if found else None
 
     def __str__(self) -> str:
@@ -168,6 +168,7 @@ class Catalog:
 
 T = TypeVar("T")
 _KEY_LENGTH = 4
+_LONGEST_BEGINNING, _LONGEST_END = 4096, 1024
 
 
 class Needles(Generic[T]):
@@ -215,7 +216,12 @@ class Index:
         return cls(Needles((needle, signature) for signature in signatures for needle in signature.needles))
 
     def matches(self, text: str) -> list[tuple[Signature, re.Match[str]]]:
-        """What matches. Where a benign wording does, that one alone: such a line is looked at no further."""
+        """What matches. Where a benign wording does, that one alone: such a line is looked at no further.
+
+        Of a long line the beginning and the end are looked at: some patterns cost the square of its length, and what a
+        user wrote may stand in it."""
+        if len(text) > _LONGEST_BEGINNING + _LONGEST_END:
+            text = f"{text[:_LONGEST_BEGINNING]} … {text[-_LONGEST_END:]}"
         held = {signature.id: signature for signature in self.needles.held(text)}
         found = [(signature, match) for signature in held.values() if (match := signature.pattern.search(text))]
         benign = [pair for pair in found if pair[0].means is Meaning.BENIGN]

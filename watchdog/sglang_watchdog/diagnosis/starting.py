@@ -10,6 +10,7 @@ from sglang_watchdog.domain.evidence import Evidence
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.failure import RuledOut
 from sglang_watchdog.domain.launch import Phase
+from sglang_watchdog.domain.numbers import whole
 from sglang_watchdog.domain.unit import ServiceResult
 
 # systemd's own exit statuses: a step before the program could not be done (systemd.exec(5)).
@@ -50,7 +51,7 @@ _BY_SYSTEMD = (ServiceResult.WATCHDOG, ServiceResult.TIMEOUT)  # which may be to
 def _native_end(case: Case, ending: Ending) -> Verdict | None:
     """The main process ended by a signal of its own doing, and its log says nothing of it."""
     code, _, status = ending.status.partition("/")
-    number = int(status) - 128 * (code == "exited") if status.isdigit() else 0
+    number = (whole(status) or 0) - 128 * (code == "exited")
     asked_by_systemd = case.timeline.word(Word.WATCHDOG, Word.START_TIMED_OUT) or ending.result in _BY_SYSTEMD
     if number not in _OWN_SIGNALS or asked_by_systemd:
         return None
@@ -68,7 +69,7 @@ def _native_end(case: Case, ending: Ending) -> Verdict | None:
 
 def _could_not_execute(_case: Case, ending: Ending) -> Verdict | None:
     code, _, status = ending.status.partition("/")
-    if code != "exited" or not status.isdigit() or int(status) not in _EXEC_STATUSES:
+    if code != "exited" or whole(status) not in _EXEC_STATUSES:
         return _not_found(ending) if ending.status in _SHELL_STATUSES else None
     return Verdict(
         Class.MISSING_DEPENDENCY,

@@ -72,11 +72,10 @@ def _time(fields: Mapping[str, object]) -> float | None:
     return None
 
 
-def _seconds(value: float) -> float:
+def _seconds(value: float) -> float | None:
     """Loggers write Unix time in seconds, milli-, micro- or nanoseconds."""
-    while value > 1e11:
-        value /= 1000
-    return float(value)
+    fitting = (value / unit for unit in (1, 10**3, 10**6, 10**9) if value <= 1e11 * unit)
+    return next(fitting, None)
 
 
 def _pid(fields: Mapping[str, object]) -> int | None:

@@ -427,15 +427,15 @@ class TimelineReader:
 _FIRST_WORDS = (Word.STARTING, Word.STARTED, Word.RESOURCES)  # the last where there was nothing to start
 _LATE = (Phase.READY, Phase.SERVING, Phase.STOPPING)
 _REQUEST_LOG = ("Receive: obj=", "Finish: obj=")  # whole prompts, which are long and evidence of nothing
-_REMAINING = re.compile(r"[Rr]emaining number of requests (\d+)")
-_RUNNING = re.compile(r"#running-req: (\d+)")
-_PREFILL = re.compile(r"#new-seq: (\d+), #new-token: (\d+)")
+_REMAINING = re.compile(r"[Rr]emaining number of requests (\d{1,18})")
+_RUNNING = re.compile(r"#running-req: (\d{1,18})")
+_PREFILL = re.compile(r"#new-seq: (\d{1,18}), #new-token: (\d{1,18})")
 _SMALL_PREFILL = 256  # tokens: those of one probe or health check, also where they are counted in whole pages
-_QUEUED = re.compile(r"#queue-req: (\d+)")
-_TOKENS = re.compile(r"#(?:full )?token: (\d+)")
-_RATE = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
-_ACCEPT_LEN = re.compile(r"(?<!block )accept len: (\d+(?:\.\d+)?)")
-_ACCEPT_RATE = re.compile(r"accept rate: (\d+(?:\.\d+)?)")
+_QUEUED = re.compile(r"#queue-req: (\d{1,18})")
+_TOKENS = re.compile(r"#(?:full )?token: (\d{1,18})")
+_RATE = re.compile(r"gen throughput \(token/s\): (\d{1,18}(?:\.\d+)?)")
+_ACCEPT_LEN = re.compile(r"(?<!block )accept len: (\d{1,18}(?:\.\d+)?)")
+_ACCEPT_RATE = re.compile(r"accept rate: (\d{1,18}(?:\.\d+)?)")
 
 
 def _drain(lines: list[tuple[float, int]]) -> Drain | None:

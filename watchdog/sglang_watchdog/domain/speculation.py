@@ -7,6 +7,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sglang_watchdog.domain.numbers import whole
+
 SPECULATIVE_PREFIX = "--speculative-"
 _ALIASES = {"--speculative-draft-model": "--speculative-draft-model-path"}
 
@@ -131,7 +133,7 @@ class SpeculationConfig:
 
     def _number(self, name: str) -> int | None:
         values = dict(self.flags).get(name, ())
-        return int(values[0]) if values and values[0].isdigit() else None
+        return whole(values[0]) if values else None
 
 
 def is_managed(name: str, managed: frozenset[str]) -> bool:
@@ -144,4 +146,4 @@ def _words(flags: Iterable[Flag]) -> tuple[str, ...]:
 
 def more_than_one(nodes: object) -> bool:
     """Of what was said of `--nnodes`, by a command line or by SGLang itself; None where nothing was."""
-    return str(nodes).isdigit() and int(str(nodes)) > 1
+    return (whole(str(nodes)) or 0) > 1

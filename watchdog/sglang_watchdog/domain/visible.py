@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from sglang_watchdog.domain.gpu import Gpu, GpuReading
 from sglang_watchdog.domain.launch import Launch
+from sglang_watchdog.domain.numbers import whole
 from sglang_watchdog.domain.speculation import Command
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -69,16 +70,16 @@ def _shown(cuda: Mapping[str, str], gpus: Sequence[Gpu]) -> list[str] | None:
     """UUIDs in CUDA's order. CUDA numbers by speed where it is not told otherwise, NVML by the bus: the same where all
     cards are alike. Of a list CUDA shows what comes before the first word that names no card."""
     in_order = cuda.get(_ORDER) == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) <= 1
-    whole = in_order and not any(gpu.uuid.startswith(_MIG) for gpu in gpus)
+    by_number = in_order and not any(gpu.uuid.startswith(_MIG) for gpu in gpus)
     devices = cuda.get(DEVICES)
     if devices is None:
-        return [gpu.uuid for gpu in gpus] if whole else None
+        return [gpu.uuid for gpu in gpus] if by_number else None
     seen: list[str] = []
     for word in (word.strip() for word in devices.split(",")):
-        if word.isdigit():
-            if not whole:
+        if (number := whole(word)) is not None:
+            if not by_number:
                 return None
-            found = [gpus[int(word)].uuid] if int(word) < len(gpus) else []
+            found = [gpus[number].uuid] if number < len(gpus) else []
         else:
             found = [gpu.uuid for gpu in gpus if word and gpu.uuid.startswith(word)]  # CUDA takes a beginning of it
         if len(found) != 1:
@@ -96,7 +97,8 @@ def _settings(argv: Sequence[str], printed: Mapping[str, object]) -> dict[str, i
     for name, flags in names.items():
         given = [values[0] for flag, values in command.options if flag in flags and values]
         value = printed.get(name, given[-1] if given else int(name != _BASE))
-        if not str(value).isdigit():
+        number = whole(str(value))
+        if number is None:
             return None
-        found[name] = int(str(value))
+        found[name] = number
     return found

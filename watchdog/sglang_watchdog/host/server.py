@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from sglang_watchdog.domain.numbers import whole
 from sglang_watchdog.domain.secrets import redact_mapping
 from sglang_watchdog.domain.speculation import Command
 
@@ -62,8 +63,8 @@ def address_of(argv: Sequence[str]) -> tuple[str, int]:
     command = Command.parse(argv)
     host = command.value("--host") or _HOST
     host = _EVERY_ADDRESS.get(host, host)
-    port = command.value("--port") or ""
-    return f"[{host}]" if ":" in host else host, int(port) if port.isdecimal() else _PORT
+    port = whole(command.value("--port") or "")
+    return f"[{host}]" if ":" in host else host, _PORT if port is None else port
 
 
 class Server:
