@@ -240,6 +240,17 @@ def test_requests_in_flight_are_counted_over_all_ranks_or_not_at_all(
     assert ask({path: says(body)}, lambda server: server.requests_in_flight(LONG_S)) == count
 
 
+@pytest.mark.parametrize("answer", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "[NaN, 1e999]", "\ud800"])
+def test_an_answer_that_no_reader_of_json_takes_is_no_answer(answer: str) -> None:
+    """A stranger may have the port."""
+
+    async def odd(_request: web.Request) -> web.Response:
+        return web.Response(body=answer.encode("utf-8", "surrogatepass"), content_type="application/json")
+
+    assert ask({"/v1/loads": odd}, lambda server: server.requests_in_flight(LONG_S)) is None
+    assert ask({"/server_info": odd}, lambda server: server.server_info(LONG_S)) is None
+
+
 # Where it listens
 
 

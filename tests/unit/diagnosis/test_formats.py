@@ -220,9 +220,10 @@ def test_journalctl_s_forms_for_people_name_who_spoke(stamp: str) -> None:
         f"{stamp}kernel: Out of memory: Killed process 7 (sglang::schedul) total-vm:1kB",
         f"{stamp}systemd[1]: sglang.service: Main process exited, code=killed, status=9/KILL",
     )
-    found = timeline(content, journal=True)
-    assert (found.complete, found.ended, found.kernel_seen) == (True, True, True)
-    assert found.pids == {7}
+    for unit in ("", "sglang.service"):
+        found = read_launch(read(content, journal=True), unit=unit)
+        assert (found.complete, found.ended, found.kernel_seen) == (True, True, True)
+        assert found.pids == {7}
 
 
 def test_a_month_without_a_year_gets_that_of_the_log() -> None:

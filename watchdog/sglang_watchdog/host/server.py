@@ -156,7 +156,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 def _json(content: bytes) -> Any:
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
