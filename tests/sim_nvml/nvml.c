@@ -155,6 +155,7 @@ static u64 gone_since(const char *id) {
     int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
     if (fd >= 0) {
         dprintf(fd, "%llu\n", now);
+        fchmod(fd, 0666); /* whatever the umask: servers of other users ask the same question */
         close(fd);
         return now;
     }

@@ -23,6 +23,7 @@ IDLE_RESERVED = 615 * MIB
 DRIVER_LAG_S = 0.2
 RTX_PRO_6000 = 97_887 * MIB
 
+_EVERYBODY = 0o777  # servers of any user, and the watchdog with its umask, share the cards
 _serial = itertools.count()
 
 
@@ -96,6 +97,8 @@ class SimNvml:
         into so many equal ones."""
         for part in ("alloc", "gone", "faults"):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
+            (self.folder / part).chmod(_EVERYBODY)
+        self.folder.chmod(_EVERYBODY)
         lines = (
             f"total={total_bytes} reserved={reserved_bytes} uuid={_uuid(i)} minor={i} bus={0x19 + 0x11 * i}"
             f" persistence=1 compute_mode=0 ecc={ecc_errors} mig={instances} name={name}\n"
@@ -234,6 +237,7 @@ class SimNvml:
         try:
             with path.open("x") as file:
                 file.write(f"{now}\n")
+                os.fchmod(file.fileno(), _EVERYBODY)
         except FileExistsError:
             text = path.read_text()
             return int(text) / 1e9 if text else now / 1e9
@@ -242,6 +246,8 @@ class SimNvml:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with (self.folder / "lock").open("a") as file:
+            if os.fstat(file.fileno()).st_uid == os.geteuid():
+                os.fchmod(file.fileno(), _EVERYBODY)
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -311,4 +317,5 @@ def _replace(path: Path, text: str) -> None:
     # Hidden names are skipped by every reader, so that half a file is never seen.
     scratch = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}")
     scratch.write_text(text)
+    scratch.chmod(_EVERYBODY)
     scratch.replace(path)

@@ -6,6 +6,7 @@ Neither is Python that can be evaluated: some values print as `<Class.X: 1>` or 
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 
 from sglang_watchdog.domain.secrets import redact_mapping
@@ -44,7 +45,9 @@ def shown(server_args: Mapping[str, object]) -> dict[str, object]:
 
 def _as_python(body: str) -> dict[str, object]:
     try:
-        tree = ast.parse(body, mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `1if` and the like, told to whoever runs the diagnosis
+            tree = ast.parse(body, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
     return {name: value for name, node in _named_nodes(tree) if (value := _literal(node)) is not _NOT_LITERAL}
