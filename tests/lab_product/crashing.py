@@ -10,7 +10,7 @@ import functools
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from sglang_watchdog.__main__ import main
 from sglang_watchdog.domain.incident import Step
 from sglang_watchdog.domain.launch import ProcessId
-from sglang_watchdog.host import override, processes, systemctl
+from sglang_watchdog.host import child, override, processes, systemctl
 from sglang_watchdog.host.bus import Systemd
 from sglang_watchdog.host.processes import SignalOutcome
 from sglang_watchdog.ledger import Ledger
@@ -133,20 +133,20 @@ def around_signals() -> None:
 
 def around_reload() -> None:
     """Also a point in the middle: systemctl has been started, and has not ended."""
-    reload, started = systemctl.daemon_reload, systemctl._started
+    reload, start = systemctl.daemon_reload, child.start
 
     async def reloaded() -> None:
         crossing("daemon-reload before")
         await reload()
         crossing("daemon-reload after")
 
-    async def under_way(arguments: tuple[str, ...]) -> Any:
-        process = await started(arguments)
-        if arguments == ("daemon-reload",):
+    async def under_way(argv: Sequence[str], **more: Any) -> Any:
+        process = await start(argv, **more)
+        if argv == ("systemctl", "daemon-reload"):
             crossing("daemon-reload under way")
         return process
 
-    systemctl.daemon_reload, systemctl._started = reloaded, under_way
+    systemctl.daemon_reload, child.start = reloaded, under_way
 
 
 def wrap() -> None:

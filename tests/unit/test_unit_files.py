@@ -366,13 +366,28 @@ class TestWriting:
 
 
 class TestVerify:
-    def test_a_tool_that_hangs_is_given_up(self) -> None:
-        with pytest.raises(DeadlineExceeded, match="did not answer"):
-            asyncio.run(override._run([sys.executable, "-c", "import time; time.sleep(60)"], 0.2))
+    @pytest.fixture
+    def tool(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """In place of systemd-analyze; no file yet."""
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return tmp_path / "systemd-analyze"
 
-    def test_a_tool_that_is_missing_is_named(self) -> None:
+    def test_a_tool_that_hangs_is_given_up(self, tool: Path) -> None:
+        tool.write_text(f"#!{sys.executable}\nimport time; time.sleep(60)")
+        tool.chmod(0o755)
+        with pytest.raises(DeadlineExceeded, match="did not end"):
+            asyncio.run(override.verify(UNIT, 0.2))
+
+    def test_a_tool_that_is_missing_is_named(self, tool: Path) -> None:
+        assert not tool.exists()
         with pytest.raises(UnusableInput, match="cannot be run: No such file"):
-            asyncio.run(override._run(["/nowhere/systemd-analyze", "verify"], 1))
+            asyncio.run(override.verify(UNIT))
+
+    def test_what_it_says_is_an_objection_only_where_it_ends_so(self, tool: Path) -> None:
+        for status, objection in ((0, ""), (1, "words\nothers"), (3, "words\nothers")):
+            tool.write_text(f"#!/bin/sh\necho words; echo others >&2; exit {status}")
+            tool.chmod(0o755)
+            assert asyncio.run(override.verify(UNIT)) == objection
 
 
 def quadlet(host: Host, words: str, *, image: str = "lmsysorg/sglang") -> UnitSnapshot:

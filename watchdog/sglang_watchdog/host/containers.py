@@ -23,6 +23,7 @@ from sglang_watchdog.domain.container import (
 from sglang_watchdog.domain.errors import DeadlineExceeded
 from sglang_watchdog.domain.launch import ProcessId
 from sglang_watchdog.host import processes, transient
+from sglang_watchdog.host.child import CannotBeRun
 
 # podman answers in a third of a second on an idle host; its lock is held for as long as an image is pulled.
 _DEADLINE_S = 10.0
@@ -135,8 +136,8 @@ async def _ask(engine: Engine, *words: str) -> str:
     """What the engine's command prints. Raises `EngineSilent`."""
     try:
         ended = await transient.run(engine, *words, deadline=_DEADLINE_S, description=f"sglang-watchdog asks {engine}")
-    except (transient.CannotBeRun, DeadlineExceeded) as error:
+    except (CannotBeRun, DeadlineExceeded) as error:
         raise EngineSilent(str(error)) from error
     if ended.status:
-        raise EngineSilent(f"{engine} answers: {ended.complaint or f'status {ended.status}'}")
+        raise EngineSilent(f"{engine} answers: {ended.last_words or f'status {ended.status}'}")
     return ended.printed.decode(errors="replace")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from sglang_watchdog.domain.errors import DeadlineExceeded, WatchdogError
 from sglang_watchdog.domain.journal import FIELDS, JournalEntry, MessageId
-from sglang_watchdog.host.child import give_up
+from sglang_watchdog.host.child import CannotBeRun, give_up, start
 
 # A line of the journal is at most 48 KiB of message (LineMax=), six times that where it is not UTF-8; but an operator
 # can raise LineMax=, and what logs by itself (sd_journal_send) has no such bound.
@@ -50,7 +50,10 @@ class Journal:
         return await self._run(feed, cursor, [f"--since=@{max(0.0, since):.6f}", *matches], deadline)
 
     async def _run(self, feed: Feed, cursor: str, arguments: list[str], deadline: float) -> str:
-        process = await self._started(arguments)
+        try:
+            process = await start([self._command, *READING, *arguments], limit=_LINE_LIMIT)
+        except CannotBeRun as error:
+            raise JournalUnreadable(str(error)) from error
         try:
             async with asyncio.timeout(deadline):
                 reached = await self._feed_lines(process, feed, cursor)
@@ -65,20 +68,6 @@ class Journal:
             failure = JournalUnreadable if reached != cursor else _NothingAtCursor
             raise failure(f"journalctl ended with status {status}: {words or 'no words'}")
         return reached
-
-    async def _started(self, arguments: list[str]) -> asyncio.subprocess.Process:
-        try:
-            return await asyncio.create_subprocess_exec(
-                self._command,
-                *READING,
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=_LINE_LIMIT,
-            )
-        except OSError as error:  # no memory or no process left (EAGAIN) is what a host in trouble answers
-            raise JournalUnreadable(f"{self._command} cannot be run: {error.strerror or error}") from error
 
     async def _feed_lines(self, process: asyncio.subprocess.Process, feed: Feed, cursor: str) -> str:
         assert process.stdout is not None

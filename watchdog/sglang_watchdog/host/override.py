@@ -6,17 +6,17 @@ written comes from systemd's closed grammar, because who can write a drop-in is 
 touched.
 """
 
-import asyncio
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePath
 
-from sglang_watchdog.domain.errors import DeadlineExceeded, UnusableInput
+from sglang_watchdog.domain.errors import UnusableInput
 from sglang_watchdog.domain.speculation import SpeculationConfig, is_managed
 from sglang_watchdog.domain.unit import UnitSnapshot
+from sglang_watchdog.host import child
 from sglang_watchdog.host.unit_files import OVERRIDES, drop_in_of, environment_file_of, on_disk, operator_command
 from sglang_watchdog.host.unit_syntax import (
     BadSyntax,
@@ -302,25 +302,10 @@ async def verify(unit: str, deadline_s: float = VERIFY_DEADLINE_S) -> str:
     Only the unit itself counts, not what it depends on. Raises `DeadlineExceeded`; `UnusableInput` where the command
     is missing.
     """
-    code, output = await _run(
-        ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", "--", unit], deadline_s
-    )
-    return output.strip() or f"systemd-analyze verify ended with status {code}" if code else ""
-
-
-async def _run(argv: Sequence[str], deadline_s: float) -> tuple[int, str]:
+    command = ("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", "--", unit)
     try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-        )
-    except OSError as error:
-        raise UnusableInput(f"{argv[0]} cannot be run: {error.strerror}.") from error
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), deadline_s)
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"{argv[0]} {argv[1]} did not answer within {deadline_s:g} s.") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return process.returncode or 0, output.decode(errors="replace")
+        ended = await child.run(command, deadline_s)
+    except child.CannotBeRun as error:
+        raise UnusableInput(f"{error}.") from error
+    said = "\n".join(filter(None, (ended.printed.decode(errors="replace").strip(), ended.complaint)))
+    return said or f"systemd-analyze verify ended with status {ended.status}" if ended.status else ""

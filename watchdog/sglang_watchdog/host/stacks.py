@@ -124,7 +124,7 @@ async def _dump(program: str, pid: int) -> _Dump:
     except WatchdogError as error:
         return _Dump(pid, name, why_not=str(error))
     text = "\n".join(_without_the_command(ended.printed[:_LONGEST_DUMP].decode(errors="replace")))
-    return _Dump(pid, name, redact_text(text), "" if text else redact_text(ended.complaint) or "it printed nothing")
+    return _Dump(pid, name, redact_text(text), "" if text else redact_text(ended.last_words) or "it printed nothing")
 
 
 def _without_the_command(text: str) -> Iterator[str]:

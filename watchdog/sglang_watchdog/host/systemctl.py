@@ -1,9 +1,7 @@
 """What is asked of systemd through `systemctl`: calls that may outlast the bound of a call over the bus."""
 
-import asyncio
-
-from sglang_watchdog.domain.errors import BusError, DeadlineExceeded
-from sglang_watchdog.host.child import give_up
+from sglang_watchdog.domain.errors import BusError
+from sglang_watchdog.host import child
 
 RELOAD_DEADLINE_S = 90.0
 _LIST_DEADLINE_S = 10.0
@@ -24,27 +22,10 @@ async def awaiting_reload() -> tuple[str, ...]:
 
 
 async def _systemctl(*arguments: str, deadline: float) -> str:
-    process = await _started(arguments)
     try:
-        async with asyncio.timeout(deadline):
-            output, words = await process.communicate()
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"systemctl {arguments[0]} did not end within {deadline:.0f} s") from error
-    finally:
-        await give_up(process)
-    if process.returncode:
-        raise BusError(f"systemctl {arguments[0]}: {words.decode(errors='replace').strip()}")
-    return output.decode(errors="replace")
-
-
-async def _started(arguments: tuple[str, ...]) -> asyncio.subprocess.Process:
-    try:
-        return await asyncio.create_subprocess_exec(
-            "systemctl",
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-    except OSError as error:  # no memory or no process left (EAGAIN) is what a host in trouble answers
-        raise BusError(f"systemctl cannot be run: {error.strerror or error}") from error
+        ended = await child.run(("systemctl", *arguments), deadline)
+    except child.CannotBeRun as error:
+        raise BusError(str(error)) from error
+    if ended.status:
+        raise BusError(f"systemctl {arguments[0]}: {ended.complaint}")
+    return ended.printed.decode(errors="replace")
