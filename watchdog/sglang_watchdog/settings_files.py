@@ -10,6 +10,7 @@ from sglang_watchdog.domain.errors import UnusableInput
 
 DEFAULT_PATH = Path("/etc/sglang-watchdog/config.toml")
 DEFAULT_RUNTIME_DIR = Path("/run/sglang-watchdog")
+_LARGEST = 1024 * 1024
 SOCKET_NAME = "control.sock"  # in the runtime_dir
 
 Key = tuple[str, ...]
@@ -51,12 +52,16 @@ def runtime_dir(path: Path) -> Path:
 
 def _tables(file: Path) -> Json:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            content = opened.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise UnusableInput(f"{file}: is larger than {_LARGEST >> 20} MiB, so it is no settings file.")
+        return tomllib.loads(content.decode().removeprefix("\ufeff"))
     except OSError as error:
         raise UnusableInput(f"{file}: cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UnusableInput(f"{file}: is not UTF-8 text (byte {error.start}), so it is no TOML.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UnusableInput(f"{file}: is not TOML: {error}.") from error
 
 

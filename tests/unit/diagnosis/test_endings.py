@@ -228,7 +228,8 @@ def test_a_kill_that_nobody_explains_is_somebodys_on_a_host_and_unknown_inside_a
     assert answer.failure is Class.UNKNOWN
     assert "for want of memory" in answer.summary
     assert Class.HOST_OOM_KILL not in {ruled_out.failure for ruled_out in answer.ruled_out}
-    (advice,) = answer.advice
+    more, advice = answer.advice
+    assert "systemctl show UNIT" in more
     assert "journalctl -k" in advice
     assert "pct config CTID" in advice
 

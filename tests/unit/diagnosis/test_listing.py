@@ -56,7 +56,7 @@ def test_every_launch_is_listed_newest_first(journal: Path) -> None:
 
 def test_the_list_for_people_has_a_line_for_each(journal: Path) -> None:
     header, *rows = run("--journal", journal, "--all", COLUMNS="40").splitlines()
-    assert header.split() == ["last", "entry", "class", "sure", "ran", "launch"]
+    assert header.split() == ["last", "entry,", "UTC", "class", "sure", "ran", "launch"]
     assert len(rows) == 9
     assert "kv_cache_oom" in rows[1]
     assert "steps 10" in rows[1]

@@ -13,7 +13,7 @@ NAME = "sglang-watchdog"
 COMPLETE_VARIABLE = "_SGLANG_WATCHDOG_COMPLETE"  # set by the completions that are installed for shells
 
 
-@click.group(NAME)
+@click.group(NAME, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name=NAME, prog_name=NAME, message="%(prog)s %(version)s", help="Show name and version.")
 def app() -> None:
     """Says why an SGLang launch under systemd ended, and brings the server back."""

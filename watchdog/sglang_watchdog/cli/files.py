@@ -1,11 +1,13 @@
 """`sglang-watchdog diagnose --journal FILE`: from files that anybody can hand over. Needs no root, bus or GPU."""
 
+import codecs
 import gc
 import io
 import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
@@ -17,9 +19,12 @@ from sglang_watchdog.diagnosis.leavings import Leavings
 from sglang_watchdog.diagnosis.show import parse_show
 from sglang_watchdog.diagnosis.timeline import Timeline
 from sglang_watchdog.domain.errors import UnusableInput
+from sglang_watchdog.domain.journal import JournalEntry
 from sglang_watchdog.domain.unit import UnitSnapshot
 
 _STDIN = Path("-")
+_LOOKED_AT = 64
+_ENOUGH = 4  # entries with times of their own
 _BUFFER = 1024 * 1024
 _LONGEST_SHOW = 16 * 1024 * 1024
 
@@ -39,8 +44,10 @@ def diagnose_offline(
     source = _source(journal, text)
     unit = _read_show(show) if show else None
     with _opened(source) as (head, stream, leavings):
-        entries = read_entries(head, stream, leavings, journal=journal is not None)
+        entries = _Entries(read_entries(head, stream, leavings, journal=journal is not None), leavings.name)
         timeline = read_launch(entries, invocation, unit.name if unit else "")
+        if unit and show:
+            entries.must_be_of(unit.name, show)
     return answer(_case(timeline, unit, leavings), unit.name if unit else "", explain=explain)
 
 
@@ -53,9 +60,36 @@ def list_offline(
     name = unit.name if unit else ""
     answers: deque[Answer] = deque(maxlen=MOST_LAUNCHES)
     with _opened(source) as (head, stream, leavings):
-        for timeline in read_launches(read_entries(head, stream, leavings, journal=journal is not None), name):
+        entries = _Entries(read_entries(head, stream, leavings, journal=journal is not None), leavings.name)
+        for timeline in read_launches(entries, name):
             answers.append(answer(_case(timeline, unit, leavings), name, explain=explain))
     return newest_first(list(answers), name if any(one.unit == name for one in answers) else "")
+
+
+class _Entries:
+    """Entries as they are read, with what only all of them together can tell of a mistake."""
+
+    def __init__(self, entries: Iterator[JournalEntry], name: str) -> None:
+        self._entries = entries
+        self._name = name
+        self._units: set[str] = set()
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        """Raises UnusableInput where the first ones run backwards in time."""
+        first = list(islice(self._entries, _LOOKED_AT))
+        times = [entry.time for entry in first if entry.time]
+        if len(set(times)) >= _ENOUGH and times == sorted(times, reverse=True):
+            raise UnusableInput(f"{self._name} has its newest entry first: write it without --reverse (-r)")
+        for entry in chain(first, self._entries):
+            if entry.unit and len(self._units) < _LOOKED_AT:
+                self._units.add(entry.unit)
+            yield entry
+
+    def must_be_of(self, unit: str, show: Path) -> None:
+        """Raises UnusableInput where the entries name other units alone."""
+        if self._units and len(self._units) < _LOOKED_AT and unit not in self._units:
+            others = ", ".join(sorted(self._units)[:3])
+            raise UnusableInput(f"{show} tells of {unit}, and {self._name} of {others}: give both of the same unit")
 
 
 def _source(journal: Path | None, text: Path | None) -> Path:
@@ -64,7 +98,8 @@ def _source(journal: Path | None, text: Path | None) -> Path:
     source = journal or text
     if source is None:
         raise UnusableInput(
-            "Nothing to diagnose: give --journal FILE (from `journalctl -o json --all -u UNIT`) or --text FILE"
+            "Nothing to diagnose: give --journal FILE (from `journalctl -o json --all _SYSTEMD_UNIT=UNIT + UNIT=UNIT + "
+            "_TRANSPORT=kernel`) or --text FILE"
         )
     return source
 
@@ -84,8 +119,10 @@ def _opened(path: Path) -> Iterator[tuple[bytes, IO[bytes], Leavings]]:
     name = "standard input" if path == _STDIN else str(path)
     gc.freeze()  # what is loaded stays, and need not be looked through again and again while a journal goes by
     try:
+        if path == _STDIN and sys.stdin is None:
+            raise UnusableInput("standard input is closed")
         with nullcontext(sys.stdin.buffer) if path == _STDIN else path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
+            head = file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
             yield head, io.BufferedReader(_Rejoined(head, file), _BUFFER), Leavings(name)
     except OSError as error:
         raise UnusableInput(f"{name} cannot be read: {error.strerror or error}") from error

@@ -7,9 +7,9 @@ import click
 
 from sglang_watchdog.settings_files import DEFAULT_PATH
 
-FILE = click.Path(path_type=Path)  # whether it can be read is told by who reads it, in words of its own
+FILE = click.Path(path_type=Path, readable=False)  # whether it can be read is told by who reads it, in words of its own
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_LENGTH = re.compile(r"(\d{1,9}[smhd])+")
+_LENGTH = re.compile(r"([0-9]{1,9}[smhd])+")
 
 
 class Length(click.ParamType[int]):

@@ -14,6 +14,7 @@ from sglang_watchdog.domain.launch import Phase
 _LINES_THAT_MATTER = 3
 _LINES_RULED_OUT = 3
 _SHORTEST = 60
+_USUAL_WIDTH = 80
 _ROLLBACK = {
     True: "Less or no speculation would have avoided this.",
     False: "Less or no speculation would not have avoided this.",
@@ -24,7 +25,9 @@ _HARMLESS = frozenset({FailureClass.REQUESTED_STOP})
 
 def console() -> Console:
     """Lines are wrapped by the terminal, not by us, so that a pipe gets them whole."""
-    return Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
+    out = Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
+    out.width = out.width or _USUAL_WIDTH  # COLUMNS=0 is what a shell without a terminal hands down
+    return out
 
 
 def print_diagnosis(answer: Answer, out: Console | None = None) -> None:
@@ -52,7 +55,7 @@ def print_list(answers: list[Answer], out: Console | None = None) -> None:
     if not answers:
         out.print(Text("No launch is to be found."))
         return
-    rows = [("last entry", "class", "sure", "ran", "launch")]
+    rows = [("last entry, UTC", "class", "sure", "ran", "launch")]
     for one in answers:
         when = datetime.fromtimestamp(one.last, UTC).strftime("%Y-%m-%d %H:%M:%S") if one.last else "-"
         sure = f"{one.diagnosis.confidence:.0%}"
@@ -114,4 +117,4 @@ def _line(evidence: Evidence) -> str:
 
 
 def _clock(time: float) -> str:
-    return datetime.fromtimestamp(time, UTC).strftime(" %H:%M:%S") if time else ""
+    return datetime.fromtimestamp(time, UTC).strftime(" %H:%M:%SZ") if time else ""

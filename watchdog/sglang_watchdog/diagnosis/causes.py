@@ -4,6 +4,7 @@ A line counts only if the launch did not go on after it, and a cause explains wh
 because another one died, collectives that break when a process is killed, a hang behind a fault.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ _FAULT_XIDS = frozenset({13, 31})
 _GOES_ON_SAME_RANK = 5.0  # seconds of decoding on the same rank that prove that a line was not the end
 _GOES_ON = 90.0  # on any rank: SGLang's crash diagnostics keep the others alive for up to 65 s
 _SAME_EVENT = 60.0
+_NEXT_TO = 40  # lines
 _SILENT = 120.0  # seconds between the last failed health check and the end
 _LAST_LINES = 3
 _TITLES = ("sglang", "sgl_", "VLLM::")  # by which engines name their processes
@@ -74,6 +76,7 @@ _MEMORY = frozenset(
 )
 _SOFT = frozenset({Class.CUDA_ERROR, Class.NCCL_ERROR, Class.SEGFAULT, Class.SOFTWARE_EXCEPTION})
 _OF_MEMORY_TOO = _SOFT | {Class.MISSING_DEPENDENCY}
+_BARE = re.compile(r"(?:\w+\.)*\w+(?:Error|Exception):?\s*")  # an exception that says nothing more
 _STALLS = frozenset({Class.INTERNAL_WATCHDOG_HANG, Class.UNRESPONSIVE})
 
 
@@ -106,6 +109,12 @@ def first_cause(case: Case) -> Cause | None:
 def _explains(cause: Cause, first: Cause) -> bool:
     """What is logged later can be what came before: the kernel's line, or the line of the rank that failed first."""
     apart = abs(cause.time - first.time)
+    if _is_an_xid(first) and not _is_an_xid(cause) and first.failure is cause.failure is Class.CUDA_ERROR:
+        # The same fault, of which the server says more than the kernel. In a plain log the kernel's line may have no
+        # time of its own.
+        return apart <= _SAME_EVENT or cause.order - first.order <= _NEXT_TO
+    if first.failure is cause.failure and _BARE.fullmatch(first.text):
+        return apart <= _OTHER_RANK
     if cause.failure in _KILLS:
         return first.failure in _OF_MEMORY_TOO | _STALLS and apart <= _SAME_EVENT
     if cause.failure is Class.GPU_HARDWARE_FAULT:
@@ -118,6 +127,10 @@ def _explains(cause: Cause, first: Cause) -> bool:
         return first.failure is Class.NCCL_ERROR and apart <= _OTHER_RANK and not _is_an_abort(cause)
     # A compiler that finds no room reports that inside of its "build failed", which is logged first.
     return cause.failure in _MEMORY and first.failure in _OF_MEMORY_TOO and apart <= _OTHER_RANK
+
+
+def _is_an_xid(cause: Cause) -> bool:
+    return cause.hit is not None and cause.hit.means is Meaning.XID
 
 
 def _is_an_abort(cause: Cause) -> bool:
@@ -327,9 +340,10 @@ def _of_said(said: Said, case: Case) -> Cause | None:
     if said.word not in (Word.OUT_OF_MEMORY, Word.OOMD):
         return None
     limited = said.word is Word.OOMD or bool(case.unit and case.unit.memory_max)
+    which = limited or case.unit is not None or case.timeline.kernel_seen
     return Cause(
         failure=Class.CGROUP_OOM_KILL if limited else Class.HOST_OOM_KILL,
-        confidence=0.85,
+        confidence=0.85 if which else 0.55,
         order=said.order,
         time=said.time,
         text=said.text,
@@ -391,4 +405,5 @@ def _was_the_end(raised: Raised, timeline: Timeline) -> bool:
 
 
 def _in_speculation(frames: tuple[str, ...], worker: Worker) -> bool:
-    return worker is Worker.DRAFT or any("speculative/" in frame for frame in frames)
+    """Functions and files that name a draft (`set_draft_kv_pool`) are called with speculation alone."""
+    return worker is Worker.DRAFT or any("speculative/" in f or "draft" in f.rpartition("/")[2] for f in frames)

@@ -17,6 +17,7 @@ from sglang_watchdog.diagnosis.verdict import Verdict, of_hit, of_said, of_unit
 from sglang_watchdog.domain.evidence import Evidence
 from sglang_watchdog.domain.failure import FailureClass as Class
 from sglang_watchdog.domain.failure import RuledOut
+from sglang_watchdog.domain.launch import Phase
 from sglang_watchdog.domain.unit import ExitCode, ServiceResult, UnitSnapshot
 
 _START_STATES = frozenset({"start", "start-pre", "start-post", "condition"})
@@ -130,6 +131,8 @@ def _asked(ending: Ending) -> Verdict:
         return _stop_timeout(ending, timed_out, 0.97)
     if timed_out:
         return _stop_timeout(ending, timed_out, 0.8)
+    if _outlived_by_properties(ending):
+        return _stop_timeout(ending, None, 0.8)
     forced = ending.timeline.first(Meaning.STOP_FORCED)
     if forced:
         return _stop_forced(ending, forced)
@@ -172,7 +175,13 @@ def _stop_timed_out(ending: Ending) -> Said | None:
     return None
 
 
-def _stop_timeout(ending: Ending, timed_out: Said, confidence: float) -> Verdict:
+def _outlived_by_properties(ending: Ending) -> bool:
+    """The unit's properties say so of a server that was up, where systemd's own lines are not in the log."""
+    by_kill = ending.result is ServiceResult.TIMEOUT and ending.status == "killed/9"
+    return by_kill and (ending.timeline.reached(Phase.READY) or ending.timeline.reached(Phase.SERVING))
+
+
+def _stop_timeout(ending: Ending, timed_out: Said | None, confidence: float) -> Verdict:
     limit = ending.unit.stop_timeout if ending.unit else None
     after = f" after TimeoutStopSec={limit:g} s" if limit else ""
     busy = in_flight(ending.timeline)
@@ -235,6 +244,7 @@ def _drain_line(ending: Ending) -> tuple[Evidence, ...]:
 def _requested(ending: Ending) -> Verdict:
     by_systemd = ending.stopping is not None
     how = "by systemd" if by_systemd else _how(ending.sigterm)
+    in_time = ending.status or ending.timeline.word(Word.STOPPED, Word.SUCCEEDED)
     died = ending.timeline.first(Meaning.CHILD_DIED)
     ruled_out = [RuledOut(Class.STOP_TIMEOUT_SIGKILL, "no stop state timed out")]
     note = ""
@@ -248,7 +258,9 @@ def _requested(ending: Ending) -> Verdict:
     return Verdict(
         Class.REQUESTED_STOP,
         0.95 if by_systemd else 0.75 if ending.sigterm else 0.6,
-        f"The server was stopped on request, {how}, and ended in time{note}. This is no failure.",
+        f"The server was stopped on request, {how}, and ended in time{note}. This is no failure."
+        if in_time
+        else f"The server was asked to stop, {how}. Whether it ended in time is not in this log.",
         evidence=(*map(of_said, seen), *((of_hit(ending.sigterm),) if ending.sigterm else ()), *ending.proofs()),
         ruled_out=tuple(ruled_out),
     )

@@ -20,9 +20,10 @@ _QUOTED = frozenset(
 )
 _KILLED_BY_OTHERS = frozenset({Class.HOST_OOM_KILL, Class.CGROUP_OOM_KILL, Class.UNRESPONSIVE})
 _LONGEST_QUOTE = 160
+_ENOUGH = 60  # characters after the beginning of what was recognised
 _WORTH_NAMING = 1 << 30  # a bare CUDA context is half a GiB
 _GPU_ONLY = RuledOut(Class.HOST_OOM_KILL, "GPU memory ran out; the kernel's OOM killer has no part in that")
-_OWN_KILL = RuledOut(Class.EXTERNAL_KILL, "SGLang ended its own processes after the failure: 9/KILL is its own doing")
+_OWN_KILL = RuledOut(Class.EXTERNAL_KILL, "SGLang ends its own processes after a failure: a 9/KILL is its own doing")
 
 
 def explain(case: Case, cause: Cause, speculation: Speculation, held: Held | None) -> Verdict:
@@ -108,12 +109,14 @@ def _holders(case: Case) -> str:
 
 
 def _exhausted(cause: Cause) -> Verdict:
+    own = _own_advice(cause)
+    what = "The pool of mamba states" if "mamba" in cause.text else "The KV cache"
     return Verdict(
         Class.KV_CACHE_OOM,
         cause.confidence,
-        "The KV cache ran full while serving, and this release of SGLang ends on that instead of waiting.",
+        f"{what} ran full while serving, and this release of SGLang ends on that instead of waiting.",
         evidence=(of_cause(cause),),
-        advice=("Allow fewer requests at once (--max-running-requests), or give the pool more memory.",),
+        advice=(own or "Allow fewer requests at once (--max-running-requests), or give the pool more memory.",),
         ruled_out=(RuledOut(Class.RUNTIME_CUDA_OOM, "SGLang's own pool was full; no allocation on the GPU failed"),),
         phase=cause.phase,
         cause=cause,
@@ -249,11 +252,11 @@ _SENTENCES: dict[Class, tuple[str, str]] = {
         "Correct the command in the unit; the message names what was refused.",
     ),
     Class.MISSING_DEPENDENCY: (
-        "Something that the server needs is missing: a file, a model, a library or a tool.",
+        "Something that the server needs is missing, or may not be used: a file, a model, a library or a tool.",
         "Put it in place; the message names it. Memory advice that SGLang prints beside it does not apply.",
     ),
     Class.PORT_IN_USE: (
-        "Another process has the server's port.",
+        "Another process has a port that the server needs.",
         "See which with `ss -ltnp`, end it, or choose another port.",
     ),
 }
@@ -276,36 +279,71 @@ _BY_OOMD = (
 _BY_MONITOR = "A watcher of the host's memory ended a process of the server because the memory (RAM) was running out."
 
 
+_SURE = 0.6
+_UP = (Phase.READY, Phase.SERVING, Phase.STOPPING)
+_BY_SOME_OOM_KILLER = (
+    "The kernel's OOM killer ended a process of the server. Whether the host's memory (RAM) ran out, or a limit of the "
+    "unit or its container, is not in this input: the kernel's lines are missing.",
+    "Look at `journalctl -k` of that time, and at MemoryMax= of the unit. GPU settings and speculation have no part in "
+    "it.",
+)
+_AT_SOME_POINT = "GPU memory ran out. In which stage of the server is not in this log."
+_WARMING_UP = (
+    "GPU memory ran out in the first requests, by which the server warms itself up: the pools had left too little."
+)
+_FAULT_OF_A_START = (
+    "It will likely come back at each start. Look for a known fault of this release with this model and card; another "
+    "--attention-backend, --disable-custom-all-reduce or --disable-cuda-graph shows which part it is of."
+)
+_WITHOUT_IT = "Fewer speculative steps, or none, keep out of that code."
+
+
 def _plain(cause: Cause) -> Verdict:
     sentence, advice = _SENTENCES[cause.failure]
     if cause.failure is Class.WEIGHTS_OOM and (cause.worker is Worker.DRAFT or cause.in_speculation):
         sentence, advice = _DRAFT_WEIGHTS
     elif cause.failure is Class.CGROUP_OOM_KILL and "systemd-oomd" in cause.text:
         sentence, advice = _BY_OOMD
+    elif cause.failure is Class.HOST_OOM_KILL and cause.confidence < _SURE:
+        sentence, advice = _BY_SOME_OOM_KILLER
+    elif cause.failure is Class.RUNTIME_CUDA_OOM and cause.phase not in _UP:
+        sentence = _AT_SOME_POINT if cause.phase is not Phase.WARMING_UP else _WARMING_UP
+    elif cause.failure is Class.CUDA_ERROR and cause.phase not in _UP:
+        advice = _FAULT_OF_A_START
     elif cause.in_speculation and cause.source is Source.SGLANG:
         sentence += " It happened in the code of speculative decoding."
     elif cause.hit and cause.hit.means is Meaning.MEMORY_MONITOR:
         sentence = _BY_MONITOR
+    in_software = cause.failure in (Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR)
     sentence += shortage.missing(cause)
     if cause.failure in _QUOTED:
-        quote = cause.text if len(cause.text) <= _LONGEST_QUOTE else f"{cause.text[:_LONGEST_QUOTE]}…"
-        sentence += f' The log says: "{quote.strip()}".'
+        sentence += f' The log says: "{_quote(cause)}".'
     ruled_out = (_OWN_KILL,) if cause.source is Source.SGLANG and cause.failure not in _KILLED_BY_OTHERS else ()
     return Verdict(
         cause.failure,
         cause.confidence,
         sentence,
         evidence=(of_cause(cause),),
-        advice=(_own_advice(cause) or advice,),
+        advice=(_own_advice(cause) or advice, *((_WITHOUT_IT,) if cause.in_speculation and in_software else ())),
         ruled_out=ruled_out + _not_memory(cause),
         phase=cause.phase,
         cause=cause,
     )
 
 
+def _quote(cause: Cause) -> str:
+    """A part of a long line: what tells may be far from its beginning."""
+    text, at = cause.text.strip(), cause.hit.at if cause.hit else 0
+    if len(text) <= _LONGEST_QUOTE:
+        return text.rstrip(".")
+    begin = 0 if at < _LONGEST_QUOTE - _ENOUGH else at - _ENOUGH // 2
+    part = text[begin : begin + _LONGEST_QUOTE]
+    return f"{'…' * bool(begin)}{part}{'…' * (begin + _LONGEST_QUOTE < len(text))}"
+
+
 def _not_memory(cause: Cause) -> tuple[RuledOut, ...]:
     """A capture that fails for another reason is printed with the same advice about memory."""
-    if cause.phase is Phase.CAPTURING_GRAPHS and cause.failure is not Class.WEIGHTS_OOM:
+    if cause.phase is Phase.CAPTURING_GRAPHS and "graph" in cause.text and cause.failure is not Class.WEIGHTS_OOM:
         because = "graph capture failed for another reason; the memory advice printed with it is always the same"
         return (RuledOut(Class.CUDA_GRAPH_OOM, because),)
     return ()

@@ -8,7 +8,7 @@ from typing import IO
 from sglang_watchdog.diagnosis.entries import NotAnEntry, parse_entry, read_journal
 from sglang_watchdog.diagnosis.export import read_export
 from sglang_watchdog.diagnosis.leavings import Leavings
-from sglang_watchdog.diagnosis.plain import SYSLOG, read_text
+from sglang_watchdog.diagnosis.plain import names_somebody, read_text
 from sglang_watchdog.domain.errors import UnusableInput
 from sglang_watchdog.domain.journal import JournalEntry
 
@@ -63,7 +63,7 @@ def recognise(head: bytes, name: str) -> Format:
         raise UnusableInput(f"{name} is what `systemctl show` printed: give it by --show, beside a journal or a log")
     if _unprintable(content) > (1 - _MOSTLY) * len(content):
         raise UnusableInput(f"{name} is not a text file")
-    named = sum(bool(SYSLOG.fullmatch(line.decode("utf-8", "replace").rstrip("\r"))) for line in lines)
+    named = sum(names_somebody(line.decode("utf-8", "replace").rstrip("\r")) for line in lines)
     return Format.SYSLOG if named >= _MOSTLY * len(lines) else Format.PLAIN
 
 

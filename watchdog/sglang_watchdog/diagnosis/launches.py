@@ -18,7 +18,8 @@ class LaunchReader:
     """Feed it a journal in order. What carries no invocation (the kernel's lines) concerns every launch."""
 
     def __init__(self, wanted: str = "", unit: str = "") -> None:
-        self._wanted = wanted.replace("-", "") if not wanted.startswith(_TEXT) else wanted
+        wanted = wanted.lower()
+        self._wanted = wanted if wanted.startswith(_TEXT) else wanted.replace("-", "")
         self._unit = unit
         self._readers: dict[str, TimelineReader] = {}
 
@@ -48,9 +49,15 @@ class LaunchReader:
         """The oldest gives way; before it one of another service, of which the journal of a whole host is full."""
         if len(self._readers) <= _KEPT:
             return None
-        old = [name for name in list(self._readers)[:-1] if name != self._wanted]
+        old = [name for name in list(self._readers)[:-1] if not self._is_wanted(name)] or [*self._readers]
         others = [name for name in old if not self._readers[name].tells_of_sglang]
         return self._readers.pop((others or old)[0]).timeline()
+
+    def _is_wanted(self, invocation: str) -> bool:
+        """A listing shows the beginning of an id, which is enough."""
+        if not self._wanted or self._wanted.startswith(_TEXT):
+            return invocation == self._wanted
+        return invocation.startswith(self._wanted)
 
     def rest(self) -> list[Timeline]:
         """The launches that are still fed, in order."""
@@ -59,10 +66,12 @@ class LaunchReader:
     def chosen(self) -> Timeline:
         """The launch asked for, else the newest that ended, else the newest. Raises UnusableInput without one."""
         if self._wanted:
-            chosen = self._readers.get(self._wanted)
-            if chosen is None:
-                raise UnusableInput(f"no entry of invocation {self._wanted} in the file")
-            return chosen.timeline()
+            chosen = [reader for name, reader in self._readers.items() if self._is_wanted(name)]
+            if not chosen:
+                raise UnusableInput(f"no entry of invocation {self._wanted} in the file; --all lists the launches")
+            if len(chosen) > 1:
+                raise UnusableInput(f"several launches begin with {self._wanted}: give more of the id")
+            return chosen[0].timeline()
         told = launches_among(self.rest(), self._unit)
         if not told:
             raise UnusableInput("the file holds no entry of a launch")

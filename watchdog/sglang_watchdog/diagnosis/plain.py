@@ -22,6 +22,23 @@ SYSLOG = re.compile(
     r"|(?P<unix>\d{10}\.\d{6})) \S+ (?P<identifier>[\w.@/:()-]+?)(?:\[(?P<pid>\d+)\])?: (?P<message>.*)",
     re.DOTALL,
 )
+# The same without a host's name (`--no-hostname`), and with seconds since the boot (`short-monotonic`).
+_NO_HOST = re.compile(
+    rf"(?:(?P<short>[A-Z][a-z]{{2}} [ \d]\d \d\d:\d\d:\d\d)(?:\.\d+)?|(?P<iso>{_ISO})|(?P<unix>\d{{10}}\.\d{{6}}))"
+    r" (?P<identifier>kernel|[\w.@/()-]+(?=\[\d+\]))(?:\[(?P<pid>\d+)\])?: (?P<message>.*)",
+    re.DOTALL,
+)
+_SINCE_BOOT = re.compile(
+    r"\[ *(?P<unix>\d+\.\d{6})\] [\w.-]+ (?P<identifier>kernel|[\w.@/()-]+(?=\[\d+\]))"
+    r"(?:\[(?P<pid>\d+)\])?: (?P<message>.*)",
+    re.DOTALL,
+)
+_JOURNALCTL = re.compile(  # its own words, which are nobody's log
+    r"-- (?:Journal begins at|Logs begin at|Boot [0-9a-f]{32}|No entries|Reboot|cursor:).*"
+    r"|Hint: You are currently not seeing messages.*| +Users in (?:groups|the) .* can see all messages\.?"
+    r"| +Pass -q to turn off this notice\."
+)
+_MANAGERS = ("systemd", "init.scope")  # the second is what `-o with-unit` writes for it
 _TAGGED = re.compile(r"(?P<identifier>systemd|kernel)(?:\[(?P<pid>\d+)\])?: (?P<message>.*)", re.DOTALL)
 _DMESG = re.compile(
     r"(?P<identifier>)\[(?: *\d+\.\d{6}|[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4})\] "
@@ -86,6 +103,8 @@ def read_text(lines: Iterable[bytes], name: str, leavings: Leavings | None = Non
     launches, clock, number, seen = _Launches(), 0.0, 0, False
     for number, line in enumerate(_whole(map(_taken_apart, lines)), start=1):
         seen = seen or bool(line.text.strip())
+        if not seen or _JOURNALCTL.fullmatch(line.text):
+            continue
         entry = _entry(line, clock)
         clock = entry.time
         yield entry._replace(invocation=launches.of(entry, line.origin, number))
@@ -107,6 +126,11 @@ def _taken_apart(raw: bytes) -> _Line:
     if text[:2] == "20" and (found := _STAMPED.fullmatch(text)) and not _names_somebody(text):
         return _Line(found["message"], first_time(found["iso"]), origin, found["part"] == "P")
     return _Line(text, None, origin)
+
+
+def names_somebody(text: str) -> bool:
+    """Whether the line is one of journalctl's forms for people, or of syslog's files."""
+    return any(form.fullmatch(text) for form in (_NO_HOST, SYSLOG, _SINCE_BOOT)) or bool(_JOURNALCTL.fullmatch(text))
 
 
 def _names_somebody(text: str) -> bool:
@@ -147,16 +171,20 @@ def _tells_an_end(message: str) -> bool:
     return "Failed with result" in message or "Deactivated successfully" in message or "Main process exited" in message
 
 
+_FORMS = (_NO_HOST, SYSLOG, _TAGGED, _SINCE_BOOT, _DMESG)
+
+
 def _entry(line: _Line, clock: float) -> JournalEntry:
     text = line.text
     if text.startswith("{") and (found := read_structured(text)):
         return JournalEntry(found.time or line.time or clock, found.text, transport="stdout", pid=found.pid)
-    match = SYSLOG.fullmatch(text) or _TAGGED.fullmatch(text) or _DMESG.fullmatch(text)
+    match = next((match for form in _FORMS if (match := form.fullmatch(text))), None)
     if not match:
         # SGLang's own clock carries no zone. It is read as UTC: only differences are used.
         return JournalEntry(line.time or first_time(text[:32]) or clock, text, transport="stdout")
     parts = match.groupdict()
     identifier = parts["identifier"] or "kernel"
+    identifier = "systemd" if identifier in _MANAGERS else identifier
     pid = parts.get("pid")
     others = "kernel" if identifier == "kernel" else "journal" if identifier.startswith("systemd") else ""
     return JournalEntry(

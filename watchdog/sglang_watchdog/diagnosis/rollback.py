@@ -1,5 +1,7 @@
 """Whether going back to less or no speculation would have avoided the end. None where that cannot be known."""
 
+import re
+
 from sglang_watchdog.diagnosis.case import Case
 from sglang_watchdog.diagnosis.causes import Cause
 from sglang_watchdog.diagnosis.effective import Speculation, argv_of
@@ -15,6 +17,11 @@ _POOLS = frozenset({Class.KV_CACHE_OOM, Class.CUDA_GRAPH_OOM, Class.RUNTIME_CUDA
 _SOFTWARE = frozenset({Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR, Class.SEGFAULT, Class.BAD_ARGUMENTS})
 # A refusal that names them may be of the flags alone, or of what they are for.
 _NAMES_OF_SPECULATION = ("--speculative-", "peculative decoding", "speculative_")
+# In as many words: without speculation it would have started.
+_REFUSED = re.compile(
+    r"(?:not |in)compatible with speculative decoding|(?:does not|doesn't|do not|cannot) support speculative decoding"
+    r"|[Ss]peculative decoding (?:is|are) not (?:yet )?(?:supported|compatible)"
+)
 _UNCERTAIN = frozenset({Class.UNKNOWN, Class.UNRESPONSIVE, Class.INTERNAL_WATCHDOG_HANG})
 
 
@@ -47,12 +54,14 @@ def _would_help(case: Case, verdict: Verdict, speculation: Speculation) -> bool 
     cause = verdict.cause
     if verdict.failure in _DEPENDS:
         return _memory(case, verdict, speculation)
+    if speculation.on is False:
+        return False
     if verdict.failure in _SOFTWARE:
-        if cause and cause.in_speculation:
+        if cause and (cause.in_speculation or _REFUSED.search(cause.text)):
             return True
         if verdict.failure is Class.BAD_ARGUMENTS:
             return None if cause and any(name in cause.text for name in _NAMES_OF_SPECULATION) else False
-        return None if speculation.on is not False else False
+        return None
     return None if verdict.failure in _UNCERTAIN else False
 
 
@@ -61,12 +70,10 @@ def _memory(case: Case, verdict: Verdict, speculation: Speculation) -> bool | No
     if verdict.failure is Class.WEIGHTS_OOM:
         # The target's own weights are in then.
         return cause is not None and (cause.worker is Worker.DRAFT or cause.in_speculation)
-    if cause and cause.hit and cause.hit.means is Meaning.KV_EXHAUSTED:
-        return None  # load decides, and speculation only in part
-    if speculation.on is None:
-        return None
-    if not speculation.on:
+    if speculation.on is False:
         return False
+    if speculation.on is None or (cause and cause.hit and cause.hit.means is Meaning.KV_EXHAUSTED):
+        return None  # of a pool that runs full load decides, and speculation only in part
     if _is_of_other_code(cause) or _is_of_weights(cause, case):
         return None
     budget = budget_in(case)

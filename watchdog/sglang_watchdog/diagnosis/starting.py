@@ -189,7 +189,13 @@ def judge_kill(case: Case, ending: Ending) -> Verdict | None:
     """A SIGKILL that nobody explains. Only a whole log in which systemd itself saw no memory kill can exclude SGLang,
     the stop timeout and the kernel; then a person or another program is what is left."""
     timeline = case.timeline
-    whole = timeline.complete and not timeline.suppressed and not timeline.lost_fields and not kernel_unseen(case)
+    whole = (
+        timeline.complete
+        and timeline.own_lines
+        and not timeline.suppressed
+        and not timeline.lost_fields
+        and not kernel_unseen(case)
+    )
     sent = ("-9", "-15")  # by whom, SGLang does not say; it sends its children no SIGTERM itself
     child = next((h for h in timeline.hits if h.means is Meaning.CHILD_DIED and h.groups.get("code") in sent), None)
     if not whole or ending.result not in (ServiceResult.SIGNAL, ServiceResult.EXIT_CODE, ServiceResult.SUCCESS):
@@ -227,6 +233,12 @@ def _killed(what: str, evidence: tuple[Evidence, ...], confidence: float) -> Ver
     )
 
 
+_MORE_TO_LOOK_AT = (
+    "More tells more: the journal of the whole launch with the kernel's lines (`journalctl -b -o json --all "
+    "_SYSTEMD_UNIT=UNIT + UNIT=UNIT + _TRANSPORT=kernel`), and `systemctl show UNIT`."
+)
+
+
 def unknown(case: Case, ending: Ending) -> Verdict:
     """The honest answer, with what can be said."""
     words = _unknown_words(case, ending)
@@ -238,7 +250,7 @@ def unknown(case: Case, ending: Ending) -> Verdict:
         0.3,
         words,
         evidence=(*map(of_said, seen), *map(of_hit, hints), *ending.proofs()),
-        advice=tuple(hit.signature.advice for hit in hints if hit.signature.advice),
+        advice=(*(hit.signature.advice for hit in hints if hit.signature.advice), _MORE_TO_LOOK_AT),
         ruled_out=_not_memory(case),
     )
 
@@ -261,12 +273,24 @@ def _own_kill_words(timeline: Timeline) -> str:
     )
 
 
+_SAYS_NOTHING = ("killed/9", "exited/1", "exited/137")  # the ways in which SGLang ends after any failure
+
+
 def _unknown_words(case: Case, ending: Ending) -> str:
     timeline = case.timeline
+    if timeline.ended and not timeline.own_lines and ending.status in _SAYS_NOTHING:
+        return (
+            "No line of the server itself is in this input, so why it ended is not to be seen: its output goes "
+            "elsewhere, or systemd's lines alone were handed over."
+        )
     if timeline.word(Word.WATCHDOG) or ending.result is ServiceResult.WATCHDOG:
         return (
             "The unit's own watchdog (WatchdogSec=) ended it. SGLang never answers that watchdog: remove the setting."
         )
+    return _words_of_a_hit(timeline, ending) or _words_of_the_end(case, ending)
+
+
+def _words_of_a_hit(timeline: Timeline, ending: Ending) -> str:
     if timeline.first(Meaning.OTHER_RANK):
         return "One rank waited for another that did not come. The other rank's own log says why; this one does not."
     if timeline.first(Meaning.CUDA_OOM):
@@ -281,13 +305,17 @@ def _unknown_words(case: Case, ending: Ending) -> str:
         return _own_kill_words(timeline)
     if timeline.first(Meaning.CHILD_DIED):
         return "A process of the server was ended by a signal. Nothing here says who sent it."
+    return ""
+
+
+def _words_of_the_end(case: Case, ending: Ending) -> str:
     if ending.status == "exited/137":
         return (
             "The server was ended by SIGKILL behind a container's or a shell's process. Nothing here says who sent it."
         )
     if ending.status == "exited/0":
         return "The server ended with status 0 although nobody asked it to. Nothing here says why."
-    if not timeline.ended and not ending.status:
+    if not case.timeline.ended and not ending.status:
         return "Nothing here says that the launch ended, or why."
     if kernel_unseen(case) and ending.status == "killed/9":
         return (

@@ -45,6 +45,7 @@ class Hit:
     rank: str = ""
     pid: int | None = None
     frames: tuple[str, ...] = ()
+    at: int = 0  # where in `text` the signature begins to match
     groups: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -93,6 +94,7 @@ class Timeline:
     began: float = 0.0
     last: float = 0.0
     lines: int = 0
+    own_lines: int = 0  # of the launch's own processes
     complete: bool = False  # from the manager's word that it started
     ended: bool = False
     phases: tuple[PhaseMark, ...] = ()
@@ -319,7 +321,7 @@ class TimelineReader:
             if line.text.startswith(SERVER_ARGS):
                 self._server_args = self._server_args or parse_server_args(line.text)
         self._narrow(line.text)
-        matches = self._own.matches(line.text)
+        matches = [] if process.shows_source(line.text) else self._own.matches(line.text)
         benign = bool(matches) and matches[0][0].means is Meaning.BENIGN
         raised = process.feed(line, self._lines, entry.time, benign=benign)
         recognised = False
@@ -366,6 +368,7 @@ class TimelineReader:
             rank=rank,
             pid=process.pid if process else None,
             frames=tuple(process.frames) if process else (),
+            at=found.start(),
             groups={name: value for name, value in found.groupdict().items() if value is not None},
         )
 
@@ -401,6 +404,7 @@ class TimelineReader:
             began=self._began,
             last=self._last,
             lines=self._lines,
+            own_lines=self._own_lines,
             complete=self._complete,
             ended=self._ended,
             phases=tuple(self._progress.marks),

@@ -61,6 +61,10 @@ class ProcessLog:
     def in_traceback(self) -> bool:
         return self._header is not None
 
+    def shows_source(self, text: str) -> bool:
+        """Whether the line is one of code below a frame: the error that it would raise is not yet the one raised."""
+        return self._header is not None and self._expects and text.lstrip().startswith(("raise ", "assert "))
+
     def feed(self, line: Line, order: int, time: float, *, benign: bool) -> Raised | None:
         """The exception, when its line comes. `benign`: the line belongs to a good start."""
         if line.prefixed:
