@@ -21,6 +21,7 @@ POOL = CORPUS / "recorded_gpu" / "story_steps10_fail"
 LIMITED = CORPUS / "gpu" / "cgroup_oom_kill"
 MONOTONIC = "[{monotonic:12.6f}] host {name}[{pid}]: {message}"
 NO_HOST = "Nov 29 12:49:07 {name}[{pid}]: {message}"
+NO_HOST_ISO = "2026-11-29T12:49:07+01:00 {name}[{pid}]: {message}"
 WITH_UNIT = "Nov 29 12:49:07 host {by}[{pid}]: {message}"
 BARE = "{message}"
 
@@ -65,6 +66,16 @@ def test_a_stop_that_timed_out_is_told_by_the_units_properties_where_systemds_li
     assert told.failure is Class.STOP_TIMEOUT_SIGKILL
 
 
+@pytest.mark.parametrize("line", ["Type=notify", "RuntimeMaxUSec=1d"])
+def test_properties_that_allow_another_limit_prove_no_stop_timeout(file: Path, tmp_path: Path, line: str) -> None:
+    shown = (TIMEOUT / "show.txt").read_text().splitlines()
+    name = line.partition("=")[0]
+    changed = [line, *(one for one in shown if not one.startswith(f"{name}="))]
+    (tmp_path / "show").write_text("\n".join(changed))
+    told = of_text(file, printed(TIMEOUT, BARE, server_alone=True), tmp_path / "show")
+    assert told.failure is not Class.STOP_TIMEOUT_SIGKILL
+
+
 def test_whether_a_stop_ended_in_time_is_not_claimed_where_the_end_is_missing(file: Path) -> None:
     told = of_text(file, printed(TIMEOUT, BARE, server_alone=True))
     assert told.failure is Class.REQUESTED_STOP
@@ -102,7 +113,7 @@ def test_journalctls_own_words_are_nobodys_log(file: Path, first: str) -> None:
     assert of_text(file, f"{first}\n{text}") == of_text(file, text)
 
 
-@pytest.mark.parametrize("form", [MONOTONIC, NO_HOST, WITH_UNIT])
+@pytest.mark.parametrize("form", [MONOTONIC, NO_HOST, NO_HOST_ISO, WITH_UNIT])
 @pytest.mark.parametrize("case", [TIMEOUT, KILLED, POOL], ids=lambda case: case.name)
 def test_every_form_for_people_names_systemd(file: Path, form: str, case: Path) -> None:
     expected = diagnose_offline(journal=case / "journal.jsonl").diagnosis.failure
@@ -125,6 +136,17 @@ def test_a_journal_that_runs_backwards_is_refused(file: Path, case: Path) -> Non
 def test_properties_of_another_unit_are_refused() -> None:
     with pytest.raises(UnusableInput, match=r"tells of s0516\w\.service, and .* give both of the same unit"):
         diagnose_offline(journal=POOL / "journal.jsonl", show=TIMEOUT / "show.txt")
+
+
+def test_a_containers_own_journal_goes_with_the_properties_of_its_unit(file: Path) -> None:
+    """Docker's journald driver: every line is docker.service's."""
+    lines = [
+        row | {"_SYSTEMD_UNIT": "docker.service", "_TRANSPORT": "journal"}
+        for row in entries(POOL)
+        if of_the_server(row)
+    ]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    assert diagnose_offline(journal=file, show=POOL / "show.txt").diagnosis.failure is Class.KV_CACHE_OOM
 
 
 def test_the_beginning_of_an_id_names_a_launch(file: Path) -> None:

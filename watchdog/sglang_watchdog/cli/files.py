@@ -81,12 +81,13 @@ class _Entries:
         if len(set(times)) >= _ENOUGH and times == sorted(times, reverse=True):
             raise UnusableInput(f"{self._name} has its newest entry first: write it without --reverse (-r)")
         for entry in chain(first, self._entries):
-            if entry.unit and len(self._units) < _LOOKED_AT:
+            if entry.from_manager and entry.unit.endswith(".service") and len(self._units) < _LOOKED_AT:
                 self._units.add(entry.unit)
             yield entry
 
     def must_be_of(self, unit: str, show: Path) -> None:
-        """Raises UnusableInput where the entries name other units alone."""
+        """Raises UnusableInput where systemd tells of other units alone. What a process printed names the unit that it
+        ran in, which for a container is its engine's."""
         if self._units and len(self._units) < _LOOKED_AT and unit not in self._units:
             others = ", ".join(sorted(self._units)[:3])
             raise UnusableInput(f"{show} tells of {unit}, and {self._name} of {others}: give both of the same unit")

@@ -6,7 +6,7 @@ because another one died, collectives that break when a process is killed, a han
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_watchdog.diagnosis.allocation import GUESS, is_negative_pool, judge_oom, pins_host_memory
 from sglang_watchdog.diagnosis.case import Case
@@ -102,8 +102,9 @@ def first_cause(case: Case) -> Cause | None:
     if not causes:
         return None
     first = causes[0]
-    explaining = (cause for cause in causes[1:] if _explains(cause, first))
-    return next(explaining, first)
+    explaining = next((cause for cause in causes[1:] if _explains(cause, first)), None)
+    # It began with the first, also where a stop was asked for between the two.
+    return replace(explaining, order=first.order) if explaining else first
 
 
 def _explains(cause: Cause, first: Cause) -> bool:
@@ -113,7 +114,7 @@ def _explains(cause: Cause, first: Cause) -> bool:
         # The same fault, of which the server says more than the kernel. In a plain log the kernel's line may have no
         # time of its own.
         return apart <= _SAME_EVENT or cause.order - first.order <= _NEXT_TO
-    if first.failure is cause.failure and _BARE.fullmatch(first.text):
+    if first.failure is cause.failure and _BARE.fullmatch(first.text) and not _BARE.fullmatch(cause.text):
         return apart <= _OTHER_RANK
     if cause.failure in _KILLS:
         return first.failure in _OF_MEMORY_TOO | _STALLS and apart <= _SAME_EVENT
@@ -184,7 +185,7 @@ def _of_hit(hit: Hit, case: Case) -> Cause | None:
         phase=_phase(hit, failure),
         worker=hit.worker,
         hit=hit,
-        in_speculation=_in_speculation(hit.frames, hit.worker) or _of_the_draft(hit, failure),
+        in_speculation=_in_speculation(_telling_frames(hit.frames, failure), hit.worker) or _of_the_draft(hit, failure),
     )
 
 
@@ -355,6 +356,7 @@ def _of_said(said: Said, case: Case) -> Cause | None:
 
 _EARLY = (Phase.UNKNOWN, Phase.STARTING)
 _UP = (Phase.READY, Phase.SERVING, Phase.STOPPING)
+_OTHER_PACKAGES = ("torch/", "triton/", "flashinfer/", "transformers/", "sgl_kernel/", "deep_ep/", "vllm/")
 _ARGUMENT_FRAMES = ("server_args.py:", "arg_groups/", "server_args_config_parser", "argparse.py:")
 
 
@@ -404,6 +406,22 @@ def _was_the_end(raised: Raised, timeline: Timeline) -> bool:
     return any(said.word is Word.MAIN_EXIT and said.detail in ends for said in timeline.said)
 
 
+def _telling_frames(frames: tuple[str, ...], failure: Class) -> tuple[str, ...]:
+    """With speculation every forward passes through its code, the target's own too. A fault of the card is reported
+    late and somewhere, so that only the frame of SGLang's that it came out of tells anything."""
+    if failure not in (Class.CUDA_ERROR, Class.SEGFAULT, Class.NCCL_ERROR):
+        return frames
+    return next(((frame,) for frame in reversed(frames) if _is_of_sglang(frame)), ())
+
+
 def _in_speculation(frames: tuple[str, ...], worker: Worker) -> bool:
-    """Functions and files that name a draft (`set_draft_kv_pool`) are called with speculation alone."""
-    return worker is Worker.DRAFT or any("speculative/" in f or "draft" in f.rpartition("/")[2] for f in frames)
+    """Files of speculation, and functions and files that name a draft (`set_draft_kv_pool`), run with speculation
+    alone; importing them happens always."""
+    run = [frame for frame in frames if not frame.endswith(":<module>")]
+    named = (frame for frame in run if _is_of_sglang(frame) and "draft" in frame.rpartition("/")[2])
+    return worker is Worker.DRAFT or any("speculative/" in frame for frame in run) or any(named)
+
+
+def _is_of_sglang(frame: str) -> bool:
+    """By its path within the package; other packages are known by their own name."""
+    return not frame.startswith(("/", "<", *_OTHER_PACKAGES))

@@ -118,7 +118,7 @@ def _printed(server_args: Mapping[str, object]) -> Speculation | None:
 
 
 def _asked(argv: tuple[str, ...]) -> Speculation | None:
-    if not argv:
+    if not argv or "--config" in argv:  # a file of flags
         return None
     config = SpeculationConfig.of(argv)
     return Speculation(

@@ -132,7 +132,7 @@ def _asked(ending: Ending) -> Verdict:
     if timed_out:
         return _stop_timeout(ending, timed_out, 0.8)
     if _outlived_by_properties(ending):
-        return _stop_timeout(ending, None, 0.8)
+        return _stop_timeout(ending, None, 0.75)
     forced = ending.timeline.first(Meaning.STOP_FORCED)
     if forced:
         return _stop_forced(ending, forced)
@@ -177,6 +177,9 @@ def _stop_timed_out(ending: Ending) -> Said | None:
 
 def _outlived_by_properties(ending: Ending) -> bool:
     """The unit's properties say so of a server that was up, where systemd's own lines are not in the log."""
+    unit = ending.unit
+    if unit is None or unit.service_type not in ("simple", "exec") or unit.runtime_max is not None:
+        return False  # a start, or a run time, can have timed out as well
     by_kill = ending.result is ServiceResult.TIMEOUT and ending.status == "killed/9"
     return by_kill and (ending.timeline.reached(Phase.READY) or ending.timeline.reached(Phase.SERVING))
 

@@ -287,15 +287,17 @@ _BY_SOME_OOM_KILLER = (
     "Look at `journalctl -k` of that time, and at MemoryMax= of the unit. GPU settings and speculation have no part in "
     "it.",
 )
-_AT_SOME_POINT = "GPU memory ran out. In which stage of the server is not in this log."
-_WARMING_UP = (
-    "GPU memory ran out in the first requests, by which the server warms itself up: the pools had left too little."
-)
+_OUT_AT_SOME_POINT = "GPU memory ran out. In which stage of the server is not in this log."
+_OUT_BEFORE_IT_WAS_UP = {
+    Phase.STARTING: "GPU memory ran out before the server was up.",
+    Phase.WARMING_UP: "GPU memory ran out in the first requests, by which the server warms itself up: the pools had "
+    "left too little.",
+}
 _FAULT_OF_A_START = (
     "It will likely come back at each start. Look for a known fault of this release with this model and card; another "
     "--attention-backend, --disable-custom-all-reduce or --disable-cuda-graph shows which part it is of."
 )
-_WITHOUT_IT = "Fewer speculative steps, or none, keep out of that code."
+_WITHOUT_IT = "Without speculation that code does not run; fewer steps may help as well."
 
 
 def _plain(cause: Cause) -> Verdict:
@@ -307,13 +309,13 @@ def _plain(cause: Cause) -> Verdict:
     elif cause.failure is Class.HOST_OOM_KILL and cause.confidence < _SURE:
         sentence, advice = _BY_SOME_OOM_KILLER
     elif cause.failure is Class.RUNTIME_CUDA_OOM and cause.phase not in _UP:
-        sentence = _AT_SOME_POINT if cause.phase is not Phase.WARMING_UP else _WARMING_UP
-    elif cause.failure is Class.CUDA_ERROR and cause.phase not in _UP:
+        sentence = _OUT_BEFORE_IT_WAS_UP.get(cause.phase, _OUT_AT_SOME_POINT)
+    elif cause.failure is Class.CUDA_ERROR and cause.phase not in (*_UP, Phase.UNKNOWN):
         advice = _FAULT_OF_A_START
-    elif cause.in_speculation and cause.source is Source.SGLANG:
-        sentence += " It happened in the code of speculative decoding."
     elif cause.hit and cause.hit.means is Meaning.MEMORY_MONITOR:
         sentence = _BY_MONITOR
+    if cause.in_speculation and cause.source is Source.SGLANG and cause.failure is not Class.WEIGHTS_OOM:
+        sentence += " It happened in the code of speculative decoding."
     in_software = cause.failure in (Class.SOFTWARE_EXCEPTION, Class.CUDA_ERROR)
     sentence += shortage.missing(cause)
     if cause.failure in _QUOTED:

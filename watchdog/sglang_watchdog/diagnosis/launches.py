@@ -49,7 +49,7 @@ class LaunchReader:
         """The oldest gives way; before it one of another service, of which the journal of a whole host is full."""
         if len(self._readers) <= _KEPT:
             return None
-        old = [name for name in list(self._readers)[:-1] if not self._is_wanted(name)] or [*self._readers]
+        old = [name for name in list(self._readers)[:-1] if not self._is_wanted(name)] or list(self._readers)[:-1]
         others = [name for name in old if not self._readers[name].tells_of_sglang]
         return self._readers.pop((others or old)[0]).timeline()
 

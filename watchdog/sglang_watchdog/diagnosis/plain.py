@@ -29,7 +29,7 @@ _NO_HOST = re.compile(
     re.DOTALL,
 )
 _SINCE_BOOT = re.compile(
-    r"\[ *(?P<unix>\d+\.\d{6})\] [\w.-]+ (?P<identifier>kernel|[\w.@/()-]+(?=\[\d+\]))"
+    r"\[ *(?P<unix>\d{1,9}\.\d{6})\] [\w.-]+ (?P<identifier>kernel|[\w.@/()-]+(?=\[\d+\]))"
     r"(?:\[(?P<pid>\d+)\])?: (?P<message>.*)",
     re.DOTALL,
 )
@@ -135,7 +135,7 @@ def names_somebody(text: str) -> bool:
 
 def _names_somebody(text: str) -> bool:
     """A line of `journalctl -o short-iso`, which begins as one of podman does."""
-    found = SYSLOG.fullmatch(text)
+    found = SYSLOG.fullmatch(text) or _NO_HOST.fullmatch(text)
     return bool(found and (found["pid"] or found["identifier"] == "kernel"))
 
 

@@ -41,9 +41,17 @@ def _with_ledger(case: Case, verdict: Verdict, helps: bool | None) -> bool | Non
         return False if ran.same_as(good) else None  # what is proven may need less than is left
     if ran.same_as(good):
         return False if verdict.failure in _DEPENDS | _SOFTWARE else helps
+    if helps and _is_refused(verdict) and any(name.startswith(SPECULATIVE_PREFIX) for name, _ in good.flags):
+        return False  # with other steps it is refused again
     if verdict.failure in _POOLS and _others(ran) != _others(good):
         return True
     return helps
+
+
+def _is_refused(verdict: Verdict) -> bool:
+    """Speculation as such, whatever its steps."""
+    refusal = verdict.failure in (Class.BAD_ARGUMENTS, Class.SOFTWARE_EXCEPTION)
+    return refusal and verdict.cause is not None and bool(_REFUSED.search(verdict.cause.text))
 
 
 def _others(config: SpeculationConfig) -> tuple[Flag, ...]:
@@ -52,12 +60,12 @@ def _others(config: SpeculationConfig) -> tuple[Flag, ...]:
 
 def _would_help(case: Case, verdict: Verdict, speculation: Speculation) -> bool | None:
     cause = verdict.cause
-    if verdict.failure in _DEPENDS:
-        return _memory(case, verdict, speculation)
     if speculation.on is False:
         return False
+    if verdict.failure in _DEPENDS:
+        return _memory(case, verdict, speculation)
     if verdict.failure in _SOFTWARE:
-        if cause and (cause.in_speculation or _REFUSED.search(cause.text)):
+        if cause and (cause.in_speculation or _is_refused(verdict)):
             return True
         if verdict.failure is Class.BAD_ARGUMENTS:
             return None if cause and any(name in cause.text for name in _NAMES_OF_SPECULATION) else False
@@ -70,8 +78,6 @@ def _memory(case: Case, verdict: Verdict, speculation: Speculation) -> bool | No
     if verdict.failure is Class.WEIGHTS_OOM:
         # The target's own weights are in then.
         return cause is not None and (cause.worker is Worker.DRAFT or cause.in_speculation)
-    if speculation.on is False:
-        return False
     if speculation.on is None or (cause and cause.hit and cause.hit.means is Meaning.KV_EXHAUSTED):
         return None  # of a pool that runs full load decides, and speculation only in part
     if _is_of_other_code(cause) or _is_of_weights(cause, case):

@@ -189,7 +189,7 @@ def judge_kill(case: Case, ending: Ending) -> Verdict | None:
     """A SIGKILL that nobody explains. Only a whole log in which systemd itself saw no memory kill can exclude SGLang,
     the stop timeout and the kernel; then a person or another program is what is left."""
     timeline = case.timeline
-    whole = (
+    seen_whole = (
         timeline.complete
         and timeline.own_lines
         and not timeline.suppressed
@@ -198,11 +198,11 @@ def judge_kill(case: Case, ending: Ending) -> Verdict | None:
     )
     sent = ("-9", "-15")  # by whom, SGLang does not say; it sends its children no SIGTERM itself
     child = next((h for h in timeline.hits if h.means is Meaning.CHILD_DIED and h.groups.get("code") in sent), None)
-    if not whole or ending.result not in (ServiceResult.SIGNAL, ServiceResult.EXIT_CODE, ServiceResult.SUCCESS):
+    if not seen_whole or ending.result not in (ServiceResult.SIGNAL, ServiceResult.EXIT_CODE, ServiceResult.SUCCESS):
         return None
     if child:
         return _killed("a process of the server", (of_hit(child), *ending.proofs()), 0.6)
-    if ending.status in ("killed/1", "killed/2", "killed/9", "killed/15") and not ending.own_kill() and _quiet(case):
+    if ending.status in _KILLS and not ending.own_kill() and _quiet(case):
         return _killed("the server", ending.proofs(), 0.65)
     return None
 
@@ -273,7 +273,8 @@ def _own_kill_words(timeline: Timeline) -> str:
     )
 
 
-_SAYS_NOTHING = ("killed/9", "exited/1", "exited/137")  # the ways in which SGLang ends after any failure
+_KILLS = ("killed/1", "killed/2", "killed/9", "killed/15")
+_SAYS_NOTHING = (*_KILLS, "exited/1", "exited/137")  # the ways in which SGLang ends after any failure
 
 
 def _unknown_words(case: Case, ending: Ending) -> str:

@@ -27,6 +27,7 @@ _LONG_AGO = 300.0  # seconds after which a line gives way to newer ones of its k
 _MOST_SAID = 64
 _MOST_PROCESSES = 512
 _MOST_TEXT = 2000
+_FAR, _BEFORE = 300, 100  # characters: of a line that tells something far behind its beginning, that part is kept
 _OOMD_KILL = MessageId.OOMD_KILL.value
 _KERNEL_LATE = 2.0  # seconds by which a line of the kernel may be logged after the end that it is about
 Matches = list[tuple[Signature, re.Match[str]]]
@@ -356,19 +357,20 @@ class TimelineReader:
     def _hit(
         self, signature: Signature, found: re.Match[str], line: Line, time: float, process: ProcessLog | None
     ) -> Hit:
+        begin = found.start() - _BEFORE if found.start() > _FAR else 0
         rank = line.rank or (process.rank if process and process.in_traceback else "")
         state = self._progress.at(rank)
         return Hit(
             signature=signature,
             order=self._lines,
             time=time,
-            text=line.text[:_MOST_TEXT],
+            text=found.string[begin : begin + _MOST_TEXT],
             phase=self._progress.phase if self._progress.phase in _LATE else state.phase,
             worker=state.worker,
             rank=rank,
             pid=process.pid if process else None,
             frames=tuple(process.frames) if process else (),
-            at=found.start(),
+            at=found.start() - begin,
             groups={name: value for name, value in found.groupdict().items() if value is not None},
         )
 
