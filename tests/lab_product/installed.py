@@ -249,7 +249,12 @@ class InferenceHost:
         """Until what runs now is known-good."""
         name, labels = "sglang_watchdog_known_good_speculative_num_steps", {"unit": self.unit}
         steps = self.sglang.steps or 0
-        wait_until(lambda: self.metric(name, **labels) == steps, deadline_s, f"steps {steps} is known-good")
+        try:
+            wait_until(lambda: self.metric(name, **labels) == steps, deadline_s, f"steps {steps} is known-good")
+        except AssertionError as in_vain:
+            server = self.host.run("journalctl", "--unit", self.unit, "--output=short-precise", "--lines=40").stdout
+            shown = f"{self._asked('status', '--json')}\n{self.log()}\n{server}"
+            raise AssertionError(f"{in_vain}; {shown}") from None
 
     def metric(self, name: str, **labels: str) -> float | None:
         """One sample; None where there is none with these labels."""
