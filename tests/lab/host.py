@@ -12,7 +12,6 @@ import json
 import os
 import select
 import shutil
-import socket
 import subprocess
 import sys
 import uuid
@@ -29,6 +28,7 @@ from lab import debian13, keeper
 from lab.cgroups import HostGroups, NoCgroup
 from lab.errors import CommandFailed, LabBootFailed, LabUnavailable
 from lab.keeper import Cgroup
+from ports import free_port
 
 __all__ = ["Base", "Cgroup", "CommandFailed", "LabBootFailed", "LabHost", "LabUnavailable", "free_port", "lab_problem"]
 
@@ -277,13 +277,6 @@ class Visitor(subprocess.Popen[str]):
                 command.send_signal(sig)
             if not commands:  # not started yet, or just ended
                 super().send_signal(sig)
-
-
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on right now, on this machine and in every host on it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,17 +18,11 @@ from typing import Any
 
 import psutil
 
+from ports import free_port
 from sim_sglang.simulation import Simulation, command
 from waiting import wait_until
 
 FIRED_UP = "The server is fired up and ready to roll!"
-
-
-def free_port() -> int:
-    """A port that nobody had a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
