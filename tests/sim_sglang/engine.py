@@ -57,6 +57,7 @@ class Engine:
         self.args, self.info, self.settings = args, info, settings
         self.status = Status.STARTING
         self.draining = False
+        self.answering: set[str] = set()
         self.stats = Stats()
         self.on_first_request: Callable[[], None] = lambda: None
         self._to_scheduler = to_scheduler
@@ -70,9 +71,12 @@ class Engine:
         threading.Thread(target=self._read, args=(source,), daemon=True).start()
 
     def remaining(self) -> list[str]:
-        """Ids of clients' requests that are not done."""
+        """Ids of clients' requests that are not done, and of those whose answer is still being written: looks at them
+        are so close together here that an answer could be cut off, as the real server's, five seconds apart, are not.
+        """
         with self._lock:
-            return [one.rid for one in self._streams.values() if one.kind is not Kind.HEALTH]
+            running = [one.rid for one in self._streams.values() if one.kind is not Kind.HEALTH]
+        return [*running, *(self.answering.copy() - set(running))]
 
     def submit(self, kind: Kind, prompt_tokens: int, max_tokens: int) -> Stream:
         if kind is not Kind.HEALTH:

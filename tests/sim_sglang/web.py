@@ -114,12 +114,16 @@ class Handler(BaseHTTPRequestHandler):
             self._json(HTTPStatus.BAD_REQUEST, {"error": {"message": str(wrong), "code": 400}})
             return
         kind = Kind.WARMUP if WARMUP_HEADER in self.headers else Kind.CLIENT
-        stream = self.server.engine.submit(kind, asked.prompt_tokens, asked.max_tokens)
+        engine = self.server.engine
+        stream = engine.submit(kind, asked.prompt_tokens, asked.max_tokens)
+        engine.answering.add(stream.rid)
         try:
             self._stream(asked, stream) if asked.stream else self._whole(asked, stream)
         except (Gone, OSError):
             self.close_connection = True
-            self.server.engine.abandon(stream)
+            engine.abandon(stream)
+        finally:
+            engine.answering.discard(stream.rid)
 
     # -- answers that take their time
 
