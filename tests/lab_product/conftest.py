@@ -49,6 +49,17 @@ def deploy(host: InferenceHost, steps: int) -> None:
     host.restart(wait=False)
 
 
+def leaves_a_child_that_is_freed(host: InferenceHost, fault: str) -> None:
+    """Main is killed with `fault` in force, beside a child that keeps its memory; the same config serves again."""
+    host.ask_for(fault)
+    proven(host)
+    host.ask_for()
+    host.kill()
+    alert = host.wait_alert(CLASS="gpu_memory_held")
+    host.wait_alert(since=alert.time, ACTION="free")
+    host.wait_alert(since=alert.time, OUTCOME="recovered")
+
+
 def override(host: InferenceHost) -> str:
     """What the watchdog has put in force; empty where nothing is."""
     files = f"{OVERRIDES}/{host.unit}.env {host.sglang.file_path}.d/90-sglang-watchdog.conf"

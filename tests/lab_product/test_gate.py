@@ -8,7 +8,7 @@ import pytest
 
 from lab.host import LabHost
 from lab_product.conftest import GIB, Inference, deploy, override, proven
-from lab_product.installed import INSTALLED, SERVICE, SETTINGS, SHIPPED, InferenceHost
+from lab_product.installed import INSTALLED, SERVICE, SETTINGS, SHIPPED, InferenceHost, SeenAlert
 from lab_product.test_operator import ACTING, AT_ONCE, KEPT_S, is_down, let_go, steps_of
 from waiting import wait_until
 
@@ -47,6 +47,18 @@ def ran(host: InferenceHost, invocation: str) -> bool:
     return any("server_args=" in entry["MESSAGE"] for entry in said)
 
 
+def refused_and_put_back(host: InferenceHost) -> SeenAlert:
+    """Learns that ten do not fit, and asks for them again with the gate in place. Returns the refusal."""
+    learn_that_ten_does_not_fit(host)
+    install_gate(host)
+    began = host.alerts()[-1].time
+    ask_for_ten_again(host)
+    told = host.wait_alert(since=began, CLASS="kv_cache_oom")
+    assert "The start was refused: steps 10 is proven not to fit" in told.message
+    host.wait_alert(since=told.time, OUTCOME="contained")
+    return told
+
+
 def of(host: InferenceHost, kind: str) -> list[str]:
     """Ids of what is `proven`, or of `ceilings`."""
     return [one["id"] for one in host.status()["units"][0][kind]]
@@ -54,13 +66,7 @@ def of(host: InferenceHost, kind: str) -> list[str]:
 
 def test_what_is_proven_not_to_fit_is_refused_and_the_proven_config_serves(inference: Inference) -> None:
     with inference(settings=ACTING, simulation=AT_ONCE) as host:
-        learn_that_ten_does_not_fit(host)
-        install_gate(host)
-        began = host.alerts()[-1].time
-        ask_for_ten_again(host)
-        told = host.wait_alert(since=began, CLASS="kv_cache_oom")
-        assert "The start was refused: steps 10 is proven not to fit" in told.message
-        host.wait_alert(since=told.time, OUTCOME="contained")
+        told = refused_and_put_back(host)
         assert steps_of(host) == "4"
         assert host.tokens(4) == 4
         assert not ran(host, told.get("INVOCATION"))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lab_product.conftest import GIB, Inference, deploy, override, proven
+from lab_product.conftest import GIB, Inference, deploy, leaves_a_child_that_is_freed, override, proven
 from lab_product.installed import CARDS, INSTALLED, PYTHON, SERVICE, STATE
 from lab_product.sglang_unit import Way
 from sim_nvml import SimNvml
@@ -113,13 +113,7 @@ def test_diagnose_says_of_every_launch_what_the_daemon_said(inference: Inference
 def test_a_left_over_of_the_unit_is_ended_and_the_same_config_serves(inference: Inference) -> None:
     # KillMode=process is what leaves children behind; a start beside them is systemd's ordinary way.
     with inference(settings=ACTING, kill_mode="process") as host, host.bystander(3, 2 * GIB) as stranger:
-        host.ask_for("leak_child")
-        proven(host)
-        host.ask_for()
-        host.kill()
-        alert = host.wait_alert(CLASS="gpu_memory_held")
-        host.wait_alert(since=alert.time, ACTION="free")
-        host.wait_alert(since=alert.time, OUTCOME="recovered")
+        leaves_a_child_that_is_freed(host, "leak_child")
         assert "--speculative-num-steps 4" in " ".join(host.argv())
         assert stranger.alive()
         assert host.metric("sglang_watchdog_processes_ended_total", unit=host.unit) not in (None, 0)

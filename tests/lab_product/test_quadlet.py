@@ -13,7 +13,7 @@ from lab_product import podman
 from lab_product.conftest import Inference, deploy, override, proven
 from lab_product.installed import CARDS, SERVICE, InferenceHost
 from lab_product.sglang_unit import Way
-from lab_product.test_gate import ask_for_ten_again, install_gate, learn_that_ten_does_not_fit, ran
+from lab_product.test_gate import ran, refused_and_put_back
 from sim_sglang.simulation import Simulation
 from waiting import wait_until
 
@@ -106,13 +106,7 @@ def test_a_frozen_server_is_ended_with_its_container_once_sglangs_own_watchdog_h
 
 def test_the_start_gate_refuses_what_is_proven_not_to_fit(containers: Inference) -> None:
     with unit_of_podman(containers, *QUADLET, way=Way.DROP_IN) as host:
-        learn_that_ten_does_not_fit(host)
-        install_gate(host)
-        began = host.alerts()[-1].time
-        ask_for_ten_again(host)
-        told = host.wait_alert(since=began, CLASS="kv_cache_oom")
-        assert "The start was refused: steps 10 is proven not to fit" in told.message
-        host.wait_alert(since=told.time, OUTCOME="contained")
+        told = refused_and_put_back(host)
         assert host.tokens(4) == 4
         assert ran(host, host.invocation())
         assert not ran(host, told.get("INVOCATION"))

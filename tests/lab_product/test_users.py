@@ -6,7 +6,7 @@ import pytest
 
 from lab.host import LabHost
 from lab_product import podman
-from lab_product.conftest import GIB, Inference, deploy, override, proven
+from lab_product.conftest import GIB, Inference, deploy, leaves_a_child_that_is_freed, override, proven
 from lab_product.installed import CARDS
 from lab_product.sglang_unit import Way
 from sim_sglang.simulation import Simulation
@@ -55,13 +55,7 @@ def test_a_bad_config_is_replaced(inference: Inference, user: tuple[str, ...], w
 
 def test_a_left_over_is_ended_and_the_same_config_serves(inference: Inference, user: tuple[str, ...]) -> None:
     with inference(settings=ACTING, service=user, kill_mode="process") as host, host.bystander(3, 2 * GIB) as stranger:
-        host.ask_for("leak_child 1")  # which heeds no SIGTERM
-        proven(host)
-        host.ask_for()
-        host.kill()
-        alert = host.wait_alert(CLASS="gpu_memory_held")
-        host.wait_alert(since=alert.time, ACTION="free")
-        host.wait_alert(since=alert.time, OUTCOME="recovered")
+        leaves_a_child_that_is_freed(host, "leak_child 1")  # which heeds no SIGTERM
         assert stranger.alive()
 
 

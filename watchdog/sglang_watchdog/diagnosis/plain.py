@@ -123,7 +123,7 @@ def _taken_apart(raw: bytes) -> _Line:
     origin = ""
     if found := _COMPOSE.match(text):
         origin, text = found["container"] or found["pod"], text[found.end() :]
-    if text[:2] == "20" and (found := _STAMPED.fullmatch(text)) and not _names_somebody(text):
+    if text[:2] == "20" and (found := _STAMPED.fullmatch(text)) and not _is_of_journalctl(text):
         return _Line(found["message"], first_time(found["iso"]), origin, found["part"] == "P")
     return _Line(text, None, origin)
 
@@ -133,7 +133,7 @@ def names_somebody(text: str) -> bool:
     return any(form.fullmatch(text) for form in (_NO_HOST, SYSLOG, _SINCE_BOOT)) or bool(_JOURNALCTL.fullmatch(text))
 
 
-def _names_somebody(text: str) -> bool:
+def _is_of_journalctl(text: str) -> bool:
     """A line of `journalctl -o short-iso`, which begins as one of podman does."""
     found = SYSLOG.fullmatch(text) or _NO_HOST.fullmatch(text)
     return bool(found and (found["pid"] or found["identifier"] == "kernel"))
